@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import NO_PROGRAM, Program
 from megatron.config.parse import read_flags
 from megatron.errors import ExitCode
@@ -68,4 +68,4 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pretrain_gpt
-from megatron import log
+from megatron import process_exit
 from megatron.config import Program
 
 
@@ -18,4 +18,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pretrain_gpt
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, Program, flag
 from megatron.config.parse import read_flags
 from megatron.config.program_flags import ProgramFlags, read_program, words_of
@@ -139,4 +139,4 @@ def _preset_of_this_machine() -> str:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

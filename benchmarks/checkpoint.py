@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from examples.kill_and_resume import Demo
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
@@ -198,4 +198,4 @@ def print_figures(found: dict[str, list[float]], size_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

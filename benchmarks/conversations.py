@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.examples.example_options import ExampleOptions
@@ -113,4 +113,4 @@ def measure_renders(flags: ExamplesFlags) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, ModelConfig, OptimConfig, flag, parse_flags
-from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate
+from megatron.engine.deepspeed_setup import build_optimizer, set_rates
 from megatron.engine.optimizers.plans import plan_of
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerKind, LayerStack
@@ -76,7 +76,7 @@ def coordinates(width: int, flags: CheckFlags, *, use_mup: bool) -> Mapping[str,
     stack = LayerStack(gpt_layers(model, mesh), seed=flags.seed)
     optim = OptimConfig(micro_batch_size=_BATCH, global_batch_size=_BATCH, train_iters=flags.steps, lr=flags.lr)
     optimizer = build_optimizer(plan_of(optim), stack, mesh)
-    set_learning_rate(optimizer, flags.lr)
+    set_rates(optimizer, flags.lr)
     objective = LanguageModelObjective(mesh.tp, _VOCABULARY)
     sizes: dict[str, list[float]] = {HIDDEN: [], LOGITS: []}
     last = [layer for spec, layer in stack.named_layers() if spec.kind is LayerKind.BLOCK][-1]
@@ -117,4 +117,4 @@ def draw(found: Mapping[str, Mapping[int, Mapping[str, list[float]]]], flags: Ch
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

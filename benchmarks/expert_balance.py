@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from examples.kill_and_resume import Demo
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.observe.metrics_file import read_steps
 
@@ -97,4 +97,4 @@ def trained(demo: Demo, flags: BalanceFlags, seed: int, form: str) -> list[dict[
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.experts import ExpertsFlags, build_layers
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, ParallelRequest, flag, parse_flags
 from megatron.parallel.expert import exchange
 from megatron.parallel.expert.exchange import RowExchange
@@ -160,4 +160,4 @@ def _begun_and_awaited(exchange: RowExchange, rows: torch.Tensor, **options: Any
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

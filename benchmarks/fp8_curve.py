@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pretrain_gpt
 from benchmarks.figures import print_figure, quickstart_data
 from examples.kill_and_resume import Demo, DemoFlags
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.observe.metrics_file import read_records, read_steps
 
@@ -106,4 +106,4 @@ def train(demo: Demo, flags: CurveFlags, name: str) -> Curve:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

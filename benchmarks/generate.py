@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.checkpoint import save
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
@@ -264,4 +264,4 @@ def _print(figure: str, values: Sequence[float], unit: str, **facts: object) -> 
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

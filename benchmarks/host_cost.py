@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse, parse_flags
 
 FP32, BF16 = "fp32", "bf16"
@@ -205,4 +205,4 @@ def show_profile(step: Callable[[], None], count: int) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

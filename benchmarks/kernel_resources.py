@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import LaunchError
 
@@ -162,4 +162,4 @@ def _architectures(nvcc: str) -> set[str]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

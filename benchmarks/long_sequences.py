@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
 from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.model.networks import network_layers
@@ -104,4 +104,4 @@ def _run_of(flags: LongSequencesFlags, form: str) -> tuple[ParallelMesh, Callabl
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

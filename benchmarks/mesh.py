@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.layout import layout_problems
+from megatron.config.rules.layout import layout_problems
 from megatron.parallel.mesh import build_mesh, standard_axes
 
 
@@ -86,4 +86,4 @@ def counted_groups() -> Iterator[list[Any]]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

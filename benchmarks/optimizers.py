@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pretrain_gpt
 from benchmarks.figures import print_figure, quickstart_data
 from examples.kill_and_resume import Demo, DemoFlags
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.config.sections.optimizers import SCHEDULE_FREE
 from megatron.observe.metrics_file import read_records
@@ -124,4 +124,4 @@ def draw(found: Mapping[str, Sequence[Outcome]], path: str) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.figures import print_figure
-from megatron import device, log
+from megatron import device, process_exit
 from megatron.config import ConfigSection, Machine, RunConfig, TokenizerFacts, flag, parse, parse_flags, resolve
 from megatron.config.sections.parallel import ParallelRequest
 from megatron.config.sections.pipelines import DEEPSPEED, OWN
@@ -147,4 +147,4 @@ def show_profile(engine: Engine, batches: Sequence[Batch], count: int) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
 from benchmarks.installed_text import write_installed_text
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import DataError
 
@@ -231,4 +231,4 @@ def _children(pid: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

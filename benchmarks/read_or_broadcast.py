@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.figures import print_figure, quickstart_data
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.sample import SampleDataset
@@ -103,4 +103,4 @@ def take_global_batch(dataset: SampleDataset, flags: ReadFlags, first: int, *, r
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.figures import print_figure
-from megatron import device, log
+from megatron import device, process_exit
 from megatron.config import ConfigSection, Machine, RunConfig, TokenizerFacts, flag, parse, parse_flags, resolve
 from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
@@ -132,4 +132,4 @@ def timed(engine: Engine, repeats: int, work: Callable[[], object]) -> list[floa
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
@@ -140,4 +140,4 @@ def write_store(path: Path, corpus: Path, repeats: int) -> str:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

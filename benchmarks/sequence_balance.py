@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, DataConfig, flag, parse_flags
 from megatron.data.build import build_split_datasets, epoch_samples
 from megatron.data.datasets.examples.example_options import ExampleOptions
@@ -94,4 +94,4 @@ def costliest(segment_ids: np.ndarray, ranks: int, window: int | None) -> float:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

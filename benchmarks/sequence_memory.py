@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, ModelConfig, ParallelRequest, flag, parse_flags
 from megatron.model.gpt import block_layers
 from megatron.model.interface.network import LayerStack
@@ -134,4 +134,4 @@ def resident_bytes(name: str, *, reset: bool = False) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -28,7 +28,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, Machine, TokenizerFacts, flag, parse, parse_flags, resolve
 from megatron.inference.generation import GenerationEngine, Request
 from megatron.inference.loaded_model import LoadedModel
@@ -214,4 +214,4 @@ def _print(figure: str, values: Sequence[float], unit: str, about: dict[str, obj
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

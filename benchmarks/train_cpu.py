@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.figures import print_figure, quickstart_data
 from examples.kill_and_resume import Demo, DemoFlags
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, RunRequest, flag, parse, parse_flags
 
 if TYPE_CHECKING:
@@ -191,4 +191,4 @@ def timed(step: Callable[[], Any], steps: int, run: Run) -> float:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -32,7 +32,7 @@ from megatron.device import Stopwatch, peak_memory_bytes
 from megatron.objective.metric import Reduction, StepMetrics, metrics_of
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.progress_bar import ProgressBar
-from megatron.observe.report import Report
+from megatron.observe.report import Report, ReportOutputs
 from megatron.observe.speed import Workload
 from megatron.observe.styles import megatron as megatron_style
 from megatron.parallel.mesh import Axis
@@ -142,9 +142,7 @@ def record_microseconds(has_bar: bool, count: int = 2000) -> float:
                 ReportConfig(log_interval=count + 1),
                 optim,
                 Workload(1024, 1e12, peak_flops_per_second=1e12, stages=2),
-                megatron_style,
-                destinations=[file],
-                bar=ProgressBar(lambda text: None) if has_bar else None,
+                ReportOutputs(megatron_style, [file], bar=ProgressBar(lambda text: None) if has_bar else None),
             )
             report.started(Progress())
             began_at = time.process_time()

@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import MegatronError, StorageError
 
@@ -406,4 +406,4 @@ def process_table() -> dict[int, tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

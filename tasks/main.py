@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.program_flags import parse_over
 
 if TYPE_CHECKING:
-    from megatron.evaluation.tasks.task import TaskResult
     from megatron.inference.loaded_model import LoadedModel
+    from trident.evaluate.tasks.task import TaskResult
 
 _WIKITEXT, _LAMBADA = "WIKITEXT103", "LAMBADA"
 _CLASSIFICATION = (
@@ -88,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _measure(flags: TaskFlags, given: Mapping[str, Any], loaded: LoadedModel) -> TaskResult:
     """Runs the task without baselines."""
-    from megatron.evaluation.task_runner import run_tasks
-    from megatron.evaluation.tasks.lambada import Lambada
-    from megatron.evaluation.tasks.perplexity import Perplexity
-    from megatron.evaluation.tasks.task import TaskOptions
-    from megatron.inference.scorer import LoadedScorer
     from megatron.parallel.agreement import run_on_all
+    from trident.evaluate.loaded_scorer import LoadedScorer
+    from trident.evaluate.task_runner import run_tasks
+    from trident.evaluate.tasks.lambada import Lambada
+    from trident.evaluate.tasks.perplexity import Perplexity
+    from trident.evaluate.tasks.task import TaskOptions
 
     data = flags.valid_data[0]
     task = Lambada(data=data, strict=flags.strict_lambada)
@@ -127,4 +127,4 @@ def _figures(flags: TaskFlags, result: TaskResult) -> str:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -462,10 +462,11 @@ def test_an_overfull_folder_is_named() -> None:
 
 
 def test_only_the_engine_needs_deepspeed() -> None:
+    beside_it = ("trident/plan/", "trident/evaluate/training/")
     modules = [
-        source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        source.module.removesuffix(".__init__")
         for source in sources(("megatron/**/*.py", "trident/**/*.py"))
-        if source.package not in ("engine", "train") and not source.path.startswith("trident/plan/")
+        if source.package not in ("engine", "train") and not source.path.startswith(beside_it)
     ]
     program = (
         "import importlib, sys\n"
@@ -486,10 +487,8 @@ def test_flags_are_read_without_torch_and_numpy() -> None:
 
 
 def test_the_data_packages_do_not_need_torch() -> None:
-    modules = [
-        source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        for source in sources(("megatron/tokenizers/*.py", "megatron/data/**/*.py", "trident/corpus/**/*.py"))
-    ]
+    patterns = ("megatron/tokenizers/*.py", "megatron/data/**/*.py", "trident/corpus/**/*.py")
+    modules = [source.module.removesuffix(".__init__") for source in sources(patterns)]
     _run_python(
         f"import importlib, sys\nsys.modules['torch'] = None\n[importlib.import_module(name) for name in {modules!r}]\n"
     )

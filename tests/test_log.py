@@ -1,4 +1,4 @@
-"""The copy of what a process says."""
+"""What a process says, the copy of it, and how the process ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.errors import ConfigError, DataError, ExitCode
 
 
@@ -92,7 +92,7 @@ def test_a_copy_that_cannot_be_written_is_one_warning(copy: Path, capsys: pytest
 
 FULL_OUTPUT = """
 import sys
-from megatron import log
+from megatron import log, process_exit
 def main():
     if sys.argv[1] == "optional":
         log.make_optional()
@@ -100,7 +100,7 @@ def main():
         log.line("x" * 10_000)
     log.warn_of_lost_output()
     return 0
-log.exit_with(main)
+process_exit.exit_with(main)
 """
 
 
@@ -118,124 +118,6 @@ def test_a_full_disk_behind_the_output_ends_no_run_but_a_tool() -> None:
     assert ended.returncode == 1 and "No space left on device" in ended.stderr
 
 
-CLOSED_OUTPUT = """
-import os, sys
-from megatron import log
-def main():
-    log.info("begins")
-    sys.stdin.read()  # until the reader is gone
-    if sys.argv[1] == "flushed":
-        log.line("x")
-    if sys.argv[1] == "printed":
-        print("x")
-    if sys.argv[1] == "another pipe":
-        raise BrokenPipeError(32, "Broken pipe")
-    return 0
-log.exit_with(main)
-"""
-
-
-@pytest.mark.parametrize("way", ["flushed", "printed", "another pipe"])
-def test_a_closed_output_ends_a_program_without_a_word(way: str) -> None:
-    command = [sys.executable, "-c", CLOSED_OUTPUT, way]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None and process.stdin is not None and process.stderr is not None
-        if way != "another pipe":
-            process.stdout.close()
-        process.stdin.close()
-        said = process.stderr.read()
-    if way == "another pipe":
-        assert process.returncode == 1 and "BrokenPipeError" in said
-    else:
-        assert (process.returncode, said) == (141, "begins\n")
-
-
-def test_sigterm_in_a_finalizer_ends_the_program() -> None:
-    """Python drops exceptions of finalizers: the signal would be lost."""
-    program = (
-        "import os, signal, time\n"
-        "from megatron import log\n"
-        "class Closing:\n"
-        "    def __del__(self):\n"
-        "        os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        time.sleep(0.01)\n"
-        "def main():\n"
-        "    log.interrupt_on_sigterm()\n"
-        "    Closing()\n"
-        "    time.sleep(30)\n"
-        "log.exit_with(main)\n"
-    )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 128 + 15, finished.stderr
-    assert "ended by SIGTERM" in finished.stderr
-
-
-class Listener:
-    """Is told of errors."""
-
-    def __init__(self, shows: bool = False) -> None:
-        self.told: list[tuple[int, str]] = []
-        self.shows = shows
-
-    def __call__(self, code: int, text: str) -> bool:
-        self.told.append((code, text))
-        return self.shows
-
-
-def test_an_error_is_shown_once_and_its_listeners_are_called(capsys: pytest.CaptureFixture[str]) -> None:
-    listener = Listener()
-    forget = log.on_failure(listener)
-    failure = DataError("the file is empty")
-    try:
-        with pytest.raises(DataError), log.showing_failures():
-            raise failure
-        assert log.show_failure(failure) == 65
-    finally:
-        forget()
-    assert listener.told == [(65, "the file is empty")]
-    assert capsys.readouterr().err == "error: the file is empty\n"
-
-
-def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.CaptureFixture[str]) -> None:
-    shows, recorder = Listener(shows=True), Listener()
-    forget = [log.on_failure(shows), log.on_failure(recorder, only_if_shown=True)]
-    try:
-        assert log.show_failure(RuntimeError("odd")) == 1
-    finally:
-        for taken_back in forget:
-            taken_back()
-    assert capsys.readouterr().err == ""
-    assert [code for code, _ in shows.told] == [1] and recorder.told == []
-    assert "RuntimeError: odd" in shows.told[0][1]
-
-
-def test_a_rank_that_is_ended_meanwhile_repeats_no_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All ranks have the same wrong flag: the launcher ends the others as soon as rank 0 has shown it."""
-    waits: list[float] = []
-    monkeypatch.setattr(log.time, "sleep", waits.append)
-    try:
-        log.set_rank(0, 2)
-        log.show_failure(DataError("wrong"))
-        assert waits == []
-        log.set_rank(1, 2)
-        log.show_failure(DataError("wrong"))
-        assert waits == [log._FIRST_RANK_SECONDS]
-        assert capsys.readouterr().err.count("wrong") == 2
-        alike = DataError("alike")
-        alike.is_on_all_ranks = True
-        assert log.show_failure(alike) == 65
-        assert waits == [log._FIRST_RANK_SECONDS] * 2, "rank 0 shows it before this rank ends"
-        assert capsys.readouterr().err == ""
-        log.set_rank(0, 2)
-        assert log.show_failure(DataError("alike")) == 65
-        assert "alike" in capsys.readouterr().err
-    finally:
-        log.set_rank(0, 1)
-
-
 def test_messages_and_errors_show_no_secret(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log.info("connecting to me:s3same@db.example.com")
     log.warning("Authorization: Bearer s3same")
@@ -243,8 +125,8 @@ def test_messages_and_errors_show_no_secret(copy: Path, capsys: pytest.CaptureFi
     log.record("user:s3same@host:22")
     told: list[str] = []
     with contextlib.ExitStack() as stack:
-        stack.callback(log.on_failure(lambda code, text: told.append(text) or False))
-        log.show_failure(ConfigError("no such file me:s3same@db.example.com"))
+        stack.callback(process_exit.on_failure(lambda code, text: told.append(text) or False))
+        process_exit.show_failure(ConfigError("no such file me:s3same@db.example.com"))
     shown = capsys.readouterr().err + copy.read_text() + "".join(told)
     assert "s3same" not in shown and shown.count("***") == 5 + 4 + 1
     log.line("a result: HF_TOKEN=text of a corpus")  # data is shown as it is
@@ -264,22 +146,6 @@ def test_characters_that_steer_a_terminal_are_escaped(copy: Path, capsys: pytest
     assert shown.err == f"warning: two\n\tlines, é 字 🙂 {visible}\n"
     assert copy.read_text() == f"{visible}\nwarning: two\n\tlines, é 字 🙂 {visible}\n{visible}\n"
     assert json.loads(visible.join('""')) == hostile
-
-
-def test_an_error_that_is_shown_already_is_passed_on_and_not_repeated(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(log, "_leave", codes.append)
-    listener, recorder = Listener(), Listener()
-    forget = [log.on_failure(listener), log.on_failure(recorder, only_if_shown=True)]
-    try:
-        log.end_process(76, "rank 3 hangs", is_shown=True)
-    finally:
-        for taken_back in forget:
-            taken_back()
-    assert (codes, listener.told, recorder.told) == ([76], [(76, "rank 3 hangs")], [])
-    assert capsys.readouterr().err == ""
 
 
 def test_the_error_of_another_rank_carries_its_number(
@@ -372,13 +238,6 @@ def test_a_record_goes_to_the_copy_alone(copy: Path, capsys: pytest.CaptureFixtu
     assert copy.read_text() == " iteration 1\n" and capsys.readouterr() == ("", "")
 
 
-def test_a_missing_package_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert log.show_failure(ModuleNotFoundError("No module named 'torch'", name="torch")) == ExitCode.USAGE
-    assert f"torch is not installed for {sys.executable}. Use the environment" in capsys.readouterr().err
-    assert log.show_failure(ModuleNotFoundError("No module named 'other'", name="other")) == 1
-    assert "No module named 'other'" in capsys.readouterr().err
-
-
 def test_the_width_is_that_of_the_terminal_of_the_stream() -> None:
     leader, terminal = os.openpty()
     try:
@@ -408,3 +267,144 @@ def test_what_takes_long_is_shown_while_nothing_else_is(
         assert capsys.readouterr().err == "", "a bar shows as much"
     log.info("ready")
     assert capsys.readouterr().err.endswith("ready\n")
+
+
+CLOSED_OUTPUT = """
+import os, sys
+from megatron import log, process_exit
+def main():
+    log.info("begins")
+    sys.stdin.read()  # until the reader is gone
+    if sys.argv[1] == "flushed":
+        log.line("x")
+    if sys.argv[1] == "printed":
+        print("x")
+    if sys.argv[1] == "another pipe":
+        raise BrokenPipeError(32, "Broken pipe")
+    return 0
+process_exit.exit_with(main)
+"""
+
+
+@pytest.mark.parametrize("way", ["flushed", "printed", "another pipe"])
+def test_a_closed_output_ends_a_program_without_a_word(way: str) -> None:
+    command = [sys.executable, "-c", CLOSED_OUTPUT, way]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None and process.stderr is not None
+        if way != "another pipe":
+            process.stdout.close()
+        process.stdin.close()
+        said = process.stderr.read()
+    if way == "another pipe":
+        assert process.returncode == 1 and "BrokenPipeError" in said
+    else:
+        assert (process.returncode, said) == (141, "begins\n")
+
+
+def test_sigterm_in_a_finalizer_ends_the_program() -> None:
+    """Python drops exceptions of finalizers: the signal would be lost."""
+    program = (
+        "import os, signal, time\n"
+        "from megatron import process_exit\n"
+        "class Closing:\n"
+        "    def __del__(self):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        time.sleep(0.01)\n"
+        "def main():\n"
+        "    process_exit.interrupt_on_sigterm()\n"
+        "    Closing()\n"
+        "    time.sleep(30)\n"
+        "process_exit.exit_with(main)\n"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 128 + 15, finished.stderr
+    assert "ended by SIGTERM" in finished.stderr
+
+
+class Listener:
+    """Is told of errors."""
+
+    def __init__(self, shows: bool = False) -> None:
+        self.told: list[tuple[int, str]] = []
+        self.shows = shows
+
+    def __call__(self, code: int, text: str) -> bool:
+        self.told.append((code, text))
+        return self.shows
+
+
+def test_an_error_is_shown_once_and_its_listeners_are_called(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = Listener()
+    forget = process_exit.on_failure(listener)
+    failure = DataError("the file is empty")
+    try:
+        with pytest.raises(DataError), process_exit.showing_failures():
+            raise failure
+        assert process_exit.show_failure(failure) == 65
+    finally:
+        forget()
+    assert listener.told == [(65, "the file is empty")]
+    assert capsys.readouterr().err == "error: the file is empty\n"
+
+
+def test_an_error_that_a_listener_shows_is_not_shown_here(capsys: pytest.CaptureFixture[str]) -> None:
+    shows, recorder = Listener(shows=True), Listener()
+    forget = [process_exit.on_failure(shows), process_exit.on_failure(recorder, only_if_shown=True)]
+    try:
+        assert process_exit.show_failure(RuntimeError("odd")) == 1
+    finally:
+        for taken_back in forget:
+            taken_back()
+    assert capsys.readouterr().err == ""
+    assert [code for code, _ in shows.told] == [1] and recorder.told == []
+    assert "RuntimeError: odd" in shows.told[0][1]
+
+
+def test_a_rank_that_is_ended_meanwhile_repeats_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks have the same wrong flag: the launcher ends the others as soon as rank 0 has shown it."""
+    waits: list[float] = []
+    monkeypatch.setattr(process_exit.time, "sleep", waits.append)
+    try:
+        log.set_rank(0, 2)
+        process_exit.show_failure(DataError("wrong"))
+        assert waits == []
+        log.set_rank(1, 2)
+        process_exit.show_failure(DataError("wrong"))
+        assert waits == [process_exit._FIRST_RANK_SECONDS]
+        assert capsys.readouterr().err.count("wrong") == 2
+        alike = DataError("alike")
+        alike.is_on_all_ranks = True
+        assert process_exit.show_failure(alike) == 65
+        assert waits == [process_exit._FIRST_RANK_SECONDS] * 2, "rank 0 shows it before this rank ends"
+        assert capsys.readouterr().err == ""
+        log.set_rank(0, 2)
+        assert process_exit.show_failure(DataError("alike")) == 65
+        assert "alike" in capsys.readouterr().err
+    finally:
+        log.set_rank(0, 1)
+
+
+def test_an_error_that_is_shown_already_is_passed_on_and_not_repeated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    listener, recorder = Listener(), Listener()
+    forget = [process_exit.on_failure(listener), process_exit.on_failure(recorder, only_if_shown=True)]
+    try:
+        process_exit.end_process(76, "rank 3 hangs", is_shown=True)
+    finally:
+        for taken_back in forget:
+            taken_back()
+    assert (codes, listener.told, recorder.told) == ([76], [(76, "rank 3 hangs")], [])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_missing_package_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert process_exit.show_failure(ModuleNotFoundError("No module named 'torch'", name="torch")) == ExitCode.USAGE
+    assert f"torch is not installed for {sys.executable}. Use the environment" in capsys.readouterr().err
+    assert process_exit.show_failure(ModuleNotFoundError("No module named 'other'", name="other")) == 1
+    assert "No module named 'other'" in capsys.readouterr().err

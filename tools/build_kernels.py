@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.kernels.native.builder import BuildRequest, build
 
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     build(
         BuildRequest(
             folder=None if flags.output is None else Path(flags.output),
@@ -62,4 +62,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import ToolRequest, parse_over
 from megatron.config.sampling_flags import SamplingFlags
@@ -178,4 +178,4 @@ def _ask(is_terminal: bool, number: int) -> str | None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import CheckpointError, ConfigError, ExitCode, LaunchError, StorageError, printable
 
@@ -398,4 +398,4 @@ _COMMANDS: dict[str, tuple[type[ConfigSection], Callable[[Any], int]]] = {
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

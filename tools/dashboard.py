@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--runs",
     )
     server = open_server(flags.runs, flags.port)
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     count = len(server.board.runs)
     log.line(f"{count} run{'s' * (count != 1)} in {', '.join(flags.runs)}: {server.address} (Ctrl-C ends it)")
     try:
@@ -97,4 +97,4 @@ def list_checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import __version__, log
+from megatron import __version__, log, process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ExitCode
 
@@ -369,4 +369,4 @@ def first_line(failure: BaseException) -> str:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

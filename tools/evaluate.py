@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.program_flags import parse_over
 from megatron.errors import ConfigError, MegatronError
 
 if TYPE_CHECKING:
-    from megatron.evaluation.tasks.task import Task, TaskOptions
     from megatron.inference.loaded_model import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
+    from trident.evaluate.tasks.task import Task, TaskOptions
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _tasks(flags: EvaluateFlags) -> list[Task]:
     Raises:
         ConfigError: they cannot be used.
     """
-    from megatron.evaluation.tasks.tasks_file import read_tasks, task_from
+    from trident.evaluate.tasks.tasks_file import read_tasks, task_from
 
     if flags.tasks is not None:
         return read_tasks(flags.tasks)
@@ -121,10 +121,10 @@ def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], 
     Raises:
         MegatronError: the first error of a task, after the others have run.
     """
-    from megatron.evaluation.results import EvaluatedTask, result_lines, write_results
-    from megatron.evaluation.task_runner import run_tasks
-    from megatron.inference.scorer import LoadedScorer
     from megatron.parallel.agreement import run_on_first
+    from trident.evaluate.loaded_scorer import LoadedScorer
+    from trident.evaluate.results import EvaluatedTask, result_lines, write_results
+    from trident.evaluate.task_runner import run_tasks
 
     mesh, about = loaded.mesh, _about(flags, loaded)
     scorer = LoadedScorer(loaded, given.get("optim.micro_batch_size", 8))
@@ -151,10 +151,10 @@ def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], 
 def _options(flags: EvaluateFlags, loaded: LoadedModel) -> TaskOptions:
     from functools import partial
 
-    from megatron.evaluation.baselines import Baselines
-    from megatron.evaluation.tasks.task import TaskOptions
-    from megatron.inference.generation.completion import LoadedCompleter
     from megatron.parallel.agreement import run_on_all
+    from trident.evaluate.baselines import Baselines
+    from trident.evaluate.completer import LoadedCompleter
+    from trident.evaluate.tasks.task import TaskOptions
 
     train = None if flags.train_data is None else Path(flags.train_data)
     return TaskOptions(
@@ -184,4 +184,4 @@ def _about(flags: EvaluateFlags, loaded: LoadedModel) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import parse_over
 from megatron.config.sampling_flags import MOST_SPECULATIVE_TOKENS, BeamFlags
@@ -434,4 +434,4 @@ def _check_output(path: Path, prompts: str | None) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, ParallelRequest, PathUse, flag, parse_flags
 from megatron.config.flags.paths import prefix_problems
 
@@ -51,7 +51,7 @@ class MergeFlags(ConfigSection):
 def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(MergeFlags, sys.argv[1:], prog="merge_preprocessed_data.py", description=__doc__ or "")
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     if flags.merge == "distributed":
         return _merge_distributed(flags)
     from trident.corpus.preprocess.merge import merge
@@ -89,4 +89,4 @@ def _summary(flags: MergeFlags, sequences: int, documents: int, tokens: int, siz
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

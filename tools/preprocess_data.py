@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.flags.paths import prefix_problems
 from megatron.config.sections.data import WORDPIECE_TOKENIZERS, TokenizerFileFlags, required_tokenizer_type
@@ -122,7 +122,7 @@ def run(flags: PreprocessFlags) -> int:
     from trident.corpus.preprocess.sentences import SentenceSplitter
     from trident.corpus.workers.progress_line import ProgressLine
 
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     for name, given in (
         ("--datasets", flags.datasets),
         ("--keep-newlines", flags.keep_newlines and not flags.split_sentences),
@@ -171,4 +171,4 @@ def run(flags: PreprocessFlags) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ParallelRequest, PathUse, flag, parse_flags
 from megatron.config.flags.paths import prefix_problems
 from megatron.config.sections.data import TokenizerFileFlags, required_tokenizer_type
@@ -121,7 +121,7 @@ def main() -> int:
     from megatron.parallel.messages import all_gather_json
     from trident.corpus.workers.ranks import JobRanks
 
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     mesh = open_mesh(
         ParallelRequest(
             distributed_backend="gloo",
@@ -176,4 +176,4 @@ def _line_writer(interval_seconds: int) -> Callable[[str], None]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

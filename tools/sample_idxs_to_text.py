@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import (
     ConfigSection,
     DataConfig,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megatron.data.datasets.masked.masked_options import MaskedOptions
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import Tokenizer
-    from megatron.train.sample_order import SampleOrder, TrainedSample
+    from tools.runs.sample_order import SampleOrder, TrainedSample
 
 _SHOWN_TOKENS = 6  # at each end, without --all-tokens
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if problems:
         raise ConfigError(problems)
     origin = _origin(flags, given)
-    from megatron.train.sample_order import read_samples
+    from tools.runs.sample_order import read_samples
 
     start, end = _range(flags, origin)
     is_needed = flags.print_text or not flags.print_tokens or origin.order.masked is not None
@@ -136,7 +136,7 @@ def _origin(flags: SampleFlags, given: Mapping[str, Any]) -> Origin:
 def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
     from megatron.checkpoint import find, read_record
     from megatron.checkpoint.record import Record
-    from megatron.train.sample_order import SampleOrder
+    from tools.runs.sample_order import SampleOrder
 
     candidates = find(folder)
     if not candidates:
@@ -156,7 +156,7 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     """The order in the run's checkpoint; without one, from its configuration, if it was started only once."""
     from megatron.checkpoint import find
     from megatron.observe.metrics_file import read_records
-    from megatron.train.sample_order import SampleOrder
+    from tools.runs.sample_order import SampleOrder
 
     path = folder / "config.json"
     try:
@@ -183,7 +183,7 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
 
 
 def _of_flags(given: Mapping[str, Any]) -> Origin:
-    from megatron.train.sample_order import SampleOrder
+    from tools.runs.sample_order import SampleOrder
 
     sections: dict[str, dict[str, Any]] = {"data": {}, "optim": {"micro_batch_size": 1}, "safety": {}, "random": {}}
     for name, value in given.items():
@@ -212,7 +212,7 @@ def _masked(masking: MaskingConfig, loss: LossConfig, *, pairs: bool) -> MaskedO
 def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     """The samples [start, end) that the flags name."""
     from megatron.observe.metrics_file import read_steps
-    from megatron.train.sample_order import samples_of_logged_steps, samples_of_steps
+    from tools.runs.sample_order import samples_of_logged_steps, samples_of_steps
 
     if flags.sample_id_range is not None:
         return flags.sample_id_range
@@ -280,4 +280,4 @@ def _write(lines: Iterator[str], path: str | None) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -29,7 +29,7 @@ from benchmarks.gpu.context import DECIDING, FULL, TINY, Context
 from benchmarks.gpu.machine import ROOT, describe
 from benchmarks.gpu.parts import PARTS, SCRIPT_MINUTES, SCRIPTS
 from benchmarks.gpu.records import RESULTS, Recorder, page, read_records, write_page
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ConfigError
 
@@ -162,4 +162,4 @@ def _as_process(flags: PageFlags, name: str, seconds: float) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import ConfigError, LaunchError
 
@@ -97,4 +97,4 @@ def check_size(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

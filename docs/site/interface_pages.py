@@ -78,11 +78,11 @@ _PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Loading a checkpoint, generating from it and scoring texts with it, from Python.",
         (
             "megatron.inference.loaded_model",
-            "megatron.inference.scorer",
+            "trident.evaluate.loaded_scorer",
             "megatron.inference.generation.generation_engine",
             "megatron.inference.generation.request",
             "megatron.inference.sampling.settings",
-            "megatron.evaluation.statistics",
+            "trident.evaluate.statistics",
         ),
     ),
     "errors": (

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from megatron.config.parse import RequestDraft, read_flags
-from megatron.config.pipeline_rules import schedule_name
 from megatron.config.program_flags import flags_with_fields
 from megatron.config.sections.optimizers import AVERAGING, OPTIMIZERS
 from megatron.config.sections.pipelines import DEEPSPEED, ENGINES, OWN, SCHEDULE_CHUNKS
@@ -193,7 +192,7 @@ def survey(words: Sequence[str]) -> LayoutSurvey:
     given = read_flags(_without(flags, frozenset()))
     if unknown := _others(problems_of(words), {*given.problems}):
         raise ConfigError(unknown)
-    stages, pipeline = given.sections["parallel"].pipeline_model_parallel_size, _pipeline_of(given)
+    stages, pipeline = given.run.parallel.pipeline_model_parallel_size, _pipeline_of(given)
     drafts, dropped = {}, {}
     for axis, values in AXES.items():
         replaced = {field for value in values for _, fields in flags_with_fields(words_of([value])) for field in fields}
@@ -228,8 +227,8 @@ def _others(problems: Sequence[str], known: Set[str]) -> tuple[str, ...]:
 
 def _pipeline_of(draft: RequestDraft) -> str:
     """The pipeline of a command, by name of `AXES` unless its schedule is a file."""
-    parallel = draft.sections["parallel"]
+    parallel = draft.run.parallel
     if parallel.pipeline_model_parallel_size == 1:
         return _NO_PIPELINE
-    name = schedule_name(parallel, draft.sections["model"].num_layers)
+    name = parallel.schedule_for(draft.run.model.num_layers)
     return name if parallel.pipeline_engine == OWN else f"{name}, engine {parallel.pipeline_engine}"

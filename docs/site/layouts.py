@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from docs.site.layout_survey import AXES, refusals
-from megatron import log
+from megatron import process_exit
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
 # A small network, whose layers and heads can be divided in many ways.
@@ -219,4 +219,4 @@ def yes_cells(text: str) -> dict[tuple[str, str], str]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -55,7 +55,7 @@ def read_messages(root: Path) -> SourceMessages:
         for pattern in _PATTERNS
         for path in sorted(root.glob(pattern))
     }
-    trees = {path: ast.parse(text) for path, text in texts.items() if "Error" in text or "problem" in text}
+    trees = {path: ast.parse(text) for path, text in texts.items() if re.search("Error|problem|_rule", text)}
     kinds = _error_types(trees)
     messages = {message for path, tree in trees.items() for message in _FileReader(path, kinds).read(tree)}
     return SourceMessages(kinds, tuple(sorted(messages)))

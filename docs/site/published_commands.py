@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, Machine, PathUse, TokenizerFacts, flag, parse, parse_flags, resolve
 from megatron.errors import ConfigError, DataError, ExitCode
 
@@ -207,4 +207,4 @@ def _as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from examples.dsgpt2.flags import DsGpt2Flags
-from megatron import log
+from megatron import process_exit
 from megatron.config.program_flags import read_program
 from megatron.parallel.rank_start import begin_rank
 
@@ -27,4 +27,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

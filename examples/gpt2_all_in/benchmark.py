@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.gpt2_all_in.flags import checkpoints_of
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import ProgramFlags, read_program
 from megatron.parallel.rank_start import begin_rank
@@ -122,4 +122,4 @@ def _training_data(checkpoints: Path) -> str | None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

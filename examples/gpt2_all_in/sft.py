@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from examples.gpt2_all_in.flags import PROGRAM, checkpoints_of
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, RunConfig, flag
 from megatron.config.program_flags import ProgramFlags, read_program
 from megatron.errors import CheckpointError, ConfigError
@@ -122,4 +122,4 @@ def _export(run: Path) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

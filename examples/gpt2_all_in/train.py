@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from examples.gpt2_all_in.flags import PROGRAM, AllInOneFlags, command_line
-from megatron import log
+from megatron import log, process_exit
 from megatron.config.parse import read_flags
 from megatron.config.program_flags import read_program
 from megatron.parallel.rank_start import begin_rank
@@ -48,4 +48,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

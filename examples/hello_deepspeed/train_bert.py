@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt
 from examples.hello_deepspeed.flags import HelloDeepSpeedFlags, continued
-from megatron import log
+from megatron import process_exit
 from megatron.config.program_flags import read_program
 from megatron.parallel.rank_start import begin_rank
 
@@ -40,4 +40,4 @@ def run(own: HelloDeepSpeedFlags, words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.hello_deepspeed.flags import HelloDeepSpeedEngineFlags
-from megatron import log
+from megatron import process_exit
 from megatron.config.program_flags import read_program
 from megatron.parallel.rank_start import begin_rank
 
@@ -32,4 +32,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -1,6 +1,7 @@
 """Finds the checkpoint to continue from and loads it: the newest that verifies, never a silent fresh start.
 
-Every rank reads what it needs, and all have verified it before a tensor changes on any.
+Every rank reads what it needs, and all have verified it before a tensor changes on any. `OpenCheckpoint` is for
+programs of one process that read tensors one by one.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ from megatron.config.flags.fields import flag
 from megatron.config.flags.paths import PathUse
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
+from megatron.config.machine import Machine, TokenizerFacts
 from megatron.config.objective.finetuning import FinetuningConfig
 from megatron.config.objective.loss import LossConfig
 from megatron.config.objective.masking import MaskingConfig
 from megatron.config.parse import parse
-from megatron.config.resolve import Machine, TokenizerFacts, resolve, resolve_epochs
+from megatron.config.resolve import resolve, resolve_epochs
 from megatron.config.resume import check_resume
 from megatron.config.run_config import RunConfig, RunRequest
 from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -18,10 +19,11 @@ from megatron.config.architecture.positions import LEARNED, PositionFields
 from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
 from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
 from megatron.config.flags.command_line import CommandLineReading, read_command_line
-from megatron.config.flags.fields import Flag, as_written, flags_of
+from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORING, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import (
+    ConfigSection,
     bound_problems,
     build_unchecked,
     missing_problems,
@@ -29,34 +31,12 @@ from megatron.config.flags.section import (
 )
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.flags.status_table import IGNORED, REFUSED
-from megatron.config.request_rules import (
-    checkpoint_problems,
-    compile_problems,
-    data_problems,
-    foreign_problems,
-    length_problems,
-    masked_problems,
-    masking_notices,
-    placement_problems,
-)
-from megatron.config.rules.gradient_rules import gradient_figure_problems
-from megatron.config.rules.megatron_lm import megatron_lm_notices
-from megatron.config.rules.multi_token_rules import multi_token_problems
-from megatron.config.run_config import (
-    DEFAULT,
-    FILE,
-    FORMER_SECTIONS,
-    GIVEN,
-    PRESET,
-    RunRequest,
-    cross_problems,
-    sections_of,
-)
-from megatron.config.sections.checkpoints import SavingConfig
+from megatron.config.rules.checking import request_problems, sentences
+from megatron.config.rules.rule import Moment
+from megatron.config.run_config import RunRequest, sections_of
+from megatron.config.run_sections import DEFAULT, FILE, GIVEN, PRESET, ReadFlags
 from megatron.config.sections.data import NULL_TOKENIZER
-from megatron.config.sections.model import ModelRequest, idle_fields
-from megatron.config.sections.optim import OptimRequest
-from megatron.config.sequence_rules import sequence_notices, sequence_problems
+from megatron.config.sections.model import ModelRequest
 from megatron.errors import ConfigError
 
 # The parts of the architecture in the order of the help; a class shows the flags that no class before it has.
@@ -111,7 +91,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
 
 
-_SECTIONS = (*sections_of(RunRequest), *FORMER_SECTIONS)  # under which a file may have its flags
+_SECTIONS = (*sections_of(RunRequest),)  # under which a file may have its flags
 # What --epochs replaces of a preset.
 _LENGTHS = frozenset({"optim.train_iters", "optim.lr_warmup_iters", "optim.lr_decay_iters"})
 # Fields of which one is set: a program's default gives way to any of the others.
@@ -135,25 +115,24 @@ class RequestDraft:
     """What flags and files say, whether or not a run can be made of it.
 
     Attributes:
-        sections: of a `RunRequest`, by name; where there are problems, values may be missing, wrong or contradictory.
+        run: the sections; where there are problems, values may be missing, wrong or contradictory.
         problems: everything that is wrong, one sentence each.
         wrong: names of fields without a value that can be used: missing, unreadable, or out of bounds.
-        ignored: a sentence for each flag that was accepted and ignored.
-        program: what the program adds to the trainer.
     """
 
-    sections: Mapping[str, Any]
-    provenance: Mapping[str, str]
+    run: ReadFlags
     problems: tuple[str, ...]
-    notices: tuple[str, ...]
     wrong: frozenset[str]
-    ignored: tuple[str, ...] = ()
-    program: Program = NO_PROGRAM
+
+    @property
+    def sections(self) -> dict[str, ConfigSection]:
+        """The sections, by name."""
+        return {name: getattr(self.run, name) for name in sections_of(RunRequest)}
 
     def unchecked(self) -> RunRequest:
         """What was read in the form of a request, of which only fields that are not `wrong` may be used."""
         request = object.__new__(RunRequest)
-        for name, value in {**self.sections, **self._others()}.items():
+        for name, value in self._fields().items():
             object.__setattr__(request, name, value)
         return request
 
@@ -165,11 +144,10 @@ class RequestDraft:
         """
         if self.problems:
             raise ConfigError(self.problems)
-        return RunRequest(**self.sections, **self._others())
+        return RunRequest(**self._fields())
 
-    def _others(self) -> dict[str, Any]:
-        """What a request has besides sections."""
-        return {name: getattr(self, name) for name in ("provenance", "notices", "ignored", "program")}
+    def _fields(self) -> dict[str, Any]:
+        return {field.name: getattr(self.run, field.name) for field in dataclasses.fields(RunRequest)}
 
 
 @functools.cache
@@ -226,19 +204,13 @@ def read_flags(
     refusals, remarks = _legacy_sentences(own, legacy, reading.spellings, merged.values)
     values, group_problems = read_group_files(merged.values)
     values = _with_id_count(_with_stretch(_with_positions(_with_counts(own, values))))
-    sections, section_problems, wrong = _build_sections(own, values, merged, reading.spellings)
+    run, section_problems, wrong = _build_sections(own, values, merged, reading.spellings)
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
-        notices += sequence_notices(sections["parallel"])
-        notices += _idle_notices(sections["model"], {**merged.values, **values})
-        notices += masking_notices(sections["loss"], sections["masking"], values)
-        notices += _decay_notices(sections["optim"])
-        notices += megatron_lm_notices(sections, values)
-        planning = sections["planning"]
-        if not (sections["evaluation"].eval_only or planning.plan_only or planning.dry_run_ranks):
-            notices += _saving_notices(sections["saving"])
-    return RequestDraft(sections, merged.provenance, (*problems,), (*notices,), frozenset(wrong), (*remarks,), program)
+        notices += sentences(Moment.NOTICE, run)
+    run = dataclasses.replace(run, notices=tuple(notices), ignored=tuple(remarks), program=program)
+    return RequestDraft(run, tuple(problems), frozenset(wrong))
 
 
 @dataclass(frozen=True)
@@ -331,7 +303,7 @@ def _disagreement(flag: Flag, decided: str, asked: Any) -> list[str]:
 
 def _build_sections(
     own: Mapping[str, Flag], values: Mapping[str, Any], merged: _Merged, spellings: Mapping[str, str]
-) -> tuple[dict[str, Any], list[str], set[str]]:
+) -> tuple[ReadFlags, list[str], set[str]]:
     """Builds every section, and lists what is wrong with them except for values that are refused already, and the
     fields that have no usable value.
     """
@@ -342,34 +314,13 @@ def _build_sections(
         names = (flag.field for flag in flags_of(cls))
         fields = {name: values[f"{section}.{name}"] for name in names if f"{section}.{name}" in values}
         sections[section] = build_unchecked(cls, fields)
-    rules = [
-        *cross_problems(*(sections[name] for name in ("model", "parallel", "data", "optim", "loss"))),
-        *length_problems(*(sections[name] for name in ("optim", "evaluation", "finetuning"))),
-        *data_problems(sections["data"], merged.provenance),
-        *checkpoint_problems(*(sections[name] for name in ("loading", "saving", "evaluation", "distillation"))),
-        *compile_problems(*(sections[name] for name in ("kernels", "model", "parallel", "optim"))),
-        *gradient_figure_problems(sections["report"], sections["parallel"]),
-        *sequence_problems(*(sections[name] for name in ("model", "parallel", "optim", "loss", "kernels", "data"))),
-        *placement_problems(values, *(sections[name] for name in ("model", "parallel", "recompute", "precision"))),
-        *masked_problems(sections["model"], sections["loss"], sections["masking"], sections["data"].seq_length),
-        *foreign_problems(
-            *(sections[name] for name in ("loss", "documents", "finetuning", "distillation", "evaluation")),
-        ),
-        *multi_token_problems(
-            sections["model"],
-            sections["parallel"],
-            sections["loss"],
-            sections["distillation"],
-            sections["optim"],
-            length=sections["data"].seq_length,
-        ),
-    ]
+    run = ReadFlags(**sections, provenance=merged.provenance, values={**merged.values, **values})
     given = {name.partition(".")[2] for name in values}
     refused = merged.broken | {flag.field for flag in missing}
     written = {name.partition(".")[2]: option for name, option in spellings.items() if name in own}
-    section_problems = relevant_problems(list(sections.values()), given, refused, rules, written)
+    section_problems = relevant_problems(list(sections.values()), given, refused, request_problems(run), written)
     outside = {name for section in sections.values() for name, _ in bound_problems(section)}
-    return sections, problems + section_problems, refused | outside
+    return run, problems + section_problems, refused | outside
 
 
 def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> FileReading:
@@ -441,42 +392,6 @@ def _ignored_notices(own: Mapping[str, Flag], values: Mapping[str, Any]) -> Iter
     for name, flag in own.items():
         if flag.facts.ignored and name in values and values[name] != flag.default:
             yield f"{flag.name} {IGNORING}: {flag.facts.ignored}."
-
-
-def _idle_notices(model: ModelRequest, values: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for every field of the architecture that was set and changes nothing.
-
-    Scripts of the forks pass `--num-experts 1` with the flags of experts, which needs no comment.
-    """
-    reasons = idle_fields(model)
-    for flag in flags_of(ModelRequest):
-        value = values.get(f"model.{flag.field}", flag.default)
-        is_dense_by_choice = model.num_experts == 1 and flag.field.startswith("moe_") and "model.num_experts" in values
-        if flag.field in reasons and value != flag.default and not is_dense_by_choice:
-            reason = reasons[flag.field]
-            condition = reason if reason.startswith("with ") else f"without {reason}"
-            yield f"{as_written(flag.positive_name, value)} has no effect {condition}."
-    if model.uses_rope and model.max_position_embeddings < values.get("data.seq_length", 0):
-        yield (
-            f"--seq-length {values['data.seq_length']} is more than --max-position-embeddings "
-            f"{model.max_position_embeddings}, the context that the network is made for."
-        )
-
-
-def _saving_notices(saving: SavingConfig) -> Iterator[str]:
-    """A sentence for a run that would lose everything to a crash."""
-    if saving.save is not None and saving.save_interval is None and not saving.save_each_epoch:
-        yield (
-            f"--save {saving.save} without --save-interval: a checkpoint is written only where the run ends or is "
-            "stopped. Give the steps between checkpoints, for example --save-interval 500."
-        )
-
-
-def _decay_notices(optim: OptimRequest) -> Iterator[str]:
-    """A sentence for a decay length that is given along with one in tokens; scripts of the forks pass both."""
-    for name, value in (("--lr-decay-iters", optim.lr_decay_iters), ("--lr-decay-samples", optim.lr_decay_samples)):
-        if value is not None and optim.lr_decay_tokens is not None:
-            yield f"{name} {value} has no effect with --lr-decay-tokens {optim.lr_decay_tokens}, which is used."
 
 
 def _deprecated_notices(spellings: Any) -> Iterator[str]:

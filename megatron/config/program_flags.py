@@ -24,7 +24,8 @@ from megatron.config.flags.section import ConfigSection, Instance, build_uncheck
 from megatron.config.flags.shorthands import expand_shorthands
 from megatron.config.flags.status_table import REFUSED
 from megatron.config.parse import field_flags, help_groups, known_flags
-from megatron.config.run_config import RunConfig, fields_of
+from megatron.config.run_config import RunConfig
+from megatron.config.run_sections import fields_of
 from megatron.config.sections.parallel import ParallelRequest, without_training
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal

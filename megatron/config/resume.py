@@ -11,7 +11,8 @@ from megatron.config.architecture.positions import LEARNED
 from megatron.config.flags.blends import read_split, shown_split
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, Unset, resume_rule
 from megatron.config.flags.section import build_unchecked
-from megatron.config.run_config import CHECKPOINT, RunConfig, fields_of, frozen, plain, saved_fields, sections_of
+from megatron.config.run_config import RunConfig, frozen, plain, saved_fields, sections_of
+from megatron.config.run_sections import CHECKPOINT, fields_of
 from megatron.config.sections.curriculum import CurriculumFields
 from megatron.config.sections.model import ModelConfig, ModelRequest, idle_fields
 from megatron.config.sections.optim import OptimConfig

@@ -7,85 +7,28 @@ import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from megatron.config.architecture.positions import LEARNED
-from megatron.config.expert_rules import expert_notices, expert_problems, expert_ranks
-from megatron.config.files.flag_files import FlagFilesConfig
-from megatron.config.flags.fields import flags_of
-from megatron.config.flags.program import NO_PROGRAM, Program
 from megatron.config.flags.section import ConfigSection
-from megatron.config.layout import heads_problems, widths_problems
-from megatron.config.objective.distillation import DistillationConfig
-from megatron.config.objective.finetuning import FinetuningConfig
-from megatron.config.objective.loss import CAUSAL, MASKED, MULTITASK, LossConfig
-from megatron.config.objective.masking import MaskingConfig
-from megatron.config.pipeline_rules import pipeline_problems
-from megatron.config.rules.optimizer_rules import optimizer_problems
-from megatron.config.sections.checkpoints import LoadingConfig, SavingConfig
-from megatron.config.sections.computation import AUTO, TORCH, KernelConfig, PrecisionConfig, RecomputeConfig
-from megatron.config.sections.data import DataConfig, DocumentConfig, RandomConfig
-from megatron.config.sections.evaluation import EvaluationConfig
-from megatron.config.sections.model import ModelConfig, ModelRequest
-from megatron.config.sections.optim import OptimConfig, OptimRequest
-from megatron.config.sections.parallel import ParallelConfig, ParallelRequest
-from megatron.config.sections.planning import PlanningConfig
-from megatron.config.sections.reporting import ReportConfig, WatchingConfig
-from megatron.config.sections.safety import SafetyConfig, SafetyRequest, StoppingConfig
+from megatron.config.rules.checking import run_problems
+from megatron.config.rules.experts import expert_notices, expert_ranks
+from megatron.config.run_sections import ResolvedSections, RunSections, fields_of
 from megatron.errors import ConfigError, printable
-
-GIVEN = "given"
-FILE = "file"
-PRESET = "preset"
-DEFAULT = "default"
-CHECKPOINT = "checkpoint"
-FORMER_SECTIONS = ("control",)  # of older versions, in files of flags and in saved configurations
 
 Run = TypeVar("Run", bound="RunRequest")
 
 
 @dataclass(frozen=True)
-class RunRequest:
+class RunRequest(RunSections):
     """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
 
-    `provenance` maps "section.field" to given, file, preset, default or checkpoint. `notices` are sentences the user
-    should see once; `ignored` has one for each flag that was accepted and ignored, with the reason. `program`, which is
-    not saved, is what a program adds to the trainer.
-
     Raises:
-        ConfigError: a rule between two sections is broken.
+        ConfigError: a rule is broken that holds for resolved runs too; all problems at once.
     """
 
-    model: ModelRequest
-    precision: PrecisionConfig
-    recompute: RecomputeConfig
-    documents: DocumentConfig
-    loss: LossConfig
-    masking: MaskingConfig
-    finetuning: FinetuningConfig
-    distillation: DistillationConfig
-    random: RandomConfig
-    kernels: KernelConfig
-    parallel: ParallelRequest
-    optim: OptimRequest
-    data: DataConfig
-    files: FlagFilesConfig
-    loading: LoadingConfig
-    saving: SavingConfig
-    evaluation: EvaluationConfig
-    stopping: StoppingConfig
-    safety: SafetyRequest
-    report: ReportConfig
-    watching: WatchingConfig
-    planning: PlanningConfig
-    provenance: Mapping[str, str] = field(default_factory=dict)
-    notices: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = field(default=(), compare=False)
-    program: Program = field(default=NO_PROGRAM, compare=False)
-
     def __post_init__(self) -> None:
-        problems = list(cross_problems(self.model, self.parallel, self.data, self.optim, self.loss))
+        problems = list(run_problems(self))
         if problems:
             raise ConfigError(problems)
         size = expert_ranks(self.model, self.parallel)
@@ -94,27 +37,6 @@ class RunRequest:
             object.__setattr__(self, "notices", notices)
             parallel = dataclasses.replace(self.parallel, expert_model_parallel_size=size)
             object.__setattr__(self, "parallel", parallel)
-
-    def was_given(self, section_field: str) -> bool:
-        """Whether "section.field" was set by the user, on the command line or in a file."""
-        return self.provenance.get(section_field, DEFAULT) != DEFAULT
-
-    @property
-    def requested_kernels(self) -> Mapping[str, str]:
-        """The implementation asked for, or `auto`, by operation.
-
-        `--no-bias-gelu-fusion` asks for torch's activation, unless it only follows from layers without biases.
-        """
-        requested, model = dict(self.kernels.requested), self.model
-        without_fusion = self.was_given("model.bias_gelu_fusion") and not model.bias_gelu_fusion
-        if without_fusion and model.add_bias_linear and requested["activation"] == AUTO:
-            requested["activation"] = TORCH
-        return requested
-
-    @property
-    def head_share(self) -> float:
-        """The share of the tokens that pass through the heads."""
-        return self.masking.mask_prob if self.loss.objective == MASKED else 1.0
 
     def flat(self) -> dict[str, Any]:
         """Every value by the name of its field, for logs."""
@@ -132,79 +54,39 @@ class RunRequest:
     def from_json(cls: type[Run], saved: Mapping[str, Any]) -> Run:
         """Reads what `to_json` wrote; entries that an older version did not have get their defaults.
 
-        A field is found by its name, in whichever section it was saved: older versions had fewer sections.
-
         Raises:
             ConfigError: an entry is unknown, so the text was written by a newer version, or is missing and has no
                 default, or a value breaks a rule.
         """
         sections = sections_of(cls)
-        places = _sections_by_field()
         values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        known = {(section, field.name) for section, kind in sections.items() for field in fields_of(kind)}
         for section, name, value in saved_fields(saved):
-            if name not in places:
+            if (section, name) not in known:
                 raise ConfigError(
                     f"the saved configuration has {printable(f'{section}.{name}', 80, quoted=False)} = "
                     f"{printable(value, 80)}, which this version does not know. It "
                     "was written by a newer version; use that one."
                 )
-            values[places[name]][name] = frozen(value)
-        provenance = {
-            f"{places[name]}.{name}": source
-            for name, source in ((key.partition(".")[2], source) for key, source in saved.get("provenance", {}).items())
-            if name in places
-        }
+            values[section][name] = frozen(value)
         built: dict[str, Any] = {name: _read_section(section, values[name]) for name, section in sections.items()}
-        return cls(**built, provenance=provenance)
+        return cls(**built, provenance=dict(saved.get("provenance", {})))
 
 
 @dataclass(frozen=True)
-class RunConfig(RunRequest):
+class RunConfig(ResolvedSections, RunRequest):
     """The resolved configuration of a run: what was asked for, with all that the machine and the tokenizer decide."""
 
-    model: ModelConfig
-    parallel: ParallelConfig
-    optim: OptimConfig
-    safety: SafetyConfig
 
-
-def sections_of(cls: type[RunRequest]) -> dict[str, type[ConfigSection]]:
+def sections_of(cls: type[RunSections]) -> dict[str, type[ConfigSection]]:
     """The sections of a request or of a resolved configuration by name, in the order of `--help`."""
     hints = typing.get_type_hints(cls)
     by_name = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     return {name: hint for name, hint in by_name.items() if isinstance(hint, type) and issubclass(hint, ConfigSection)}
 
 
-def fields_of(section: type[ConfigSection]) -> tuple[dataclasses.Field[Any], ...]:
-    """All fields of a section, those that no flag sets included."""
-    return dataclasses.fields(section)  # type: ignore[arg-type]
-
-
-def in_current_sections(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration with each field in the section it has now; older versions divided them differently."""
-    places, moved = _sections_by_field(), dict[str, Any]()
-    for section, entries in saved.items():
-        if section == "provenance" and isinstance(entries, Mapping):
-            names = {key: key.partition(".")[2] for key in entries}
-            moved[section] = {
-                f"{places[names[key]]}.{names[key]}" if names[key] in places else key: source
-                for key, source in entries.items()
-            }
-        elif isinstance(entries, Mapping):
-            for name, value in entries.items():
-                moved.setdefault(places.get(name, section), {})[name] = value
-        else:
-            moved[section] = entries
-    return moved
-
-
-@functools.cache
-def _sections_by_field() -> Mapping[str, str]:
-    return {field.name: name for name, section in sections_of(RunConfig).items() for field in fields_of(section)}
-
-
 def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, field, value) of a saved configuration, in whatever way its version divided the fields.
+    """(section, field, value) of a saved configuration.
 
     Raises:
         ConfigError: a section is no mapping, or a value is not of its field's type.
@@ -221,23 +103,16 @@ def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             else:
                 _check_saved(section, name, value, _field_types().get(name, ()))
                 yield section, name, value
-        if entries.get("moe_router_score_function") == "sigmoid" and "moe_router_keep_scores" not in entries:
-            # Older versions kept the scores with this flag, which Megatron-LM reads beside softmax only.
-            yield section, "moe_router_keep_scores", entries.get("moe_router_pre_softmax", False)
 
 
 @functools.cache
 def _field_types() -> Mapping[str, tuple[Any, ...]]:
-    """What a saved value of each field may be: what it is in a request, or resolved; and for what is required null."""
+    """The types of a saved value by field: those of a request, and of a resolved run."""
     known: dict[str, tuple[Any, ...]] = {}
     for cls in (RunRequest, RunConfig):
         for section in sections_of(cls).values():
-            hints = typing.get_type_hints(section)
-            required = {
-                flag.field for flag in flags_of(section) if flag.required and not issubclass(section, ModelRequest)
-            }
-            for name in (entry.name for entry in fields_of(section)):
-                known[name] = (*known.get(name, ()), hints[name], *([type(None)] if name in required else []))
+            for name, hint in typing.get_type_hints(section).items():
+                known[name] = (*known.get(name, ()), hint)
     return known
 
 
@@ -267,90 +142,13 @@ def _is_of_type(value: Any, hint: Any) -> bool:
 
 
 def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> ConfigSection:
-    """Builds a section from saved values; older versions wrote null for a number that a run did not have."""
-    required = {flag.field: flag for flag in flags_of(section) if flag.required}
-    values = {
-        name: required[name].empty_value if value is None and name in required else value
-        for name, value in values.items()
-    }
+    """Builds a section from saved values; one that was not saved has its default."""
     missing = [
         field.name for field in fields_of(section) if field.default is dataclasses.MISSING and field.name not in values
     ]
     if missing:
         raise ConfigError(f"the saved configuration lacks {', '.join(missing)}. It is damaged; use another copy of it.")
     return section(**values)
-
-
-def cross_problems(
-    model: ModelRequest, parallel: ParallelRequest, data: DataConfig, optim: OptimRequest, loss: LossConfig
-) -> Iterator[str]:
-    """One sentence for every broken rule between sections."""
-    rows = model.max_position_embeddings  # unset in a request that is refused for it
-    if model.position_embedding_type == LEARNED and isinstance(rows, int) and rows < data.seq_length:
-        yield (
-            f"--max-position-embeddings {rows} is less than --seq-length {data.seq_length}. "
-            f"Every position needs a row; use --max-position-embeddings {data.seq_length} or shorter samples."
-        )
-    yield from curriculum_problems(optim, data.seq_length, loss)
-    ranks = parallel.tensor_model_parallel_size
-    if model.num_attention_heads > 0 and ranks > 0:
-        yield from heads_problems(model.num_attention_heads, ranks)
-    if ranks > 0:
-        widths = dict(model.widths)
-        if not parallel.splits_each_expert:
-            widths.pop("--moe-ffn-hidden-size", None)
-            if not model.mtp_num_layers:
-                widths.pop("--hidden-size", None)
-        yield from widths_problems(widths, ranks)
-    size = parallel.pad_vocab_size_to
-    if size is not None and ranks > 0 and size % ranks:
-        yield (
-            f"--pad-vocab-size-to: {size} is not divisible by {ranks} (--tensor-model-parallel-size), so the word "
-            f"embedding cannot be split evenly. Use --pad-vocab-size-to {-(-size // ranks) * ranks}."
-        )
-    yield from pipeline_problems(parallel, model.num_layers)
-    yield from expert_problems(model, parallel)
-    if parallel.elastic and optim.global_batch_size is None:
-        yield (
-            "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
-            "it."
-        )
-    yield from optimizer_problems(optim, model, parallel)
-    if loss.objective == MASKED and not model.bidirectional:
-        yield (
-            "--objective masked needs --bidirectional: a masked token is predicted from the tokens on both sides. "
-            "Add it, or use pretrain_bert.py."
-        )
-    if model.bidirectional and loss.objective != MASKED:
-        yield (
-            f"--bidirectional cannot be combined with --objective {loss.objective}: a token would see the one it "
-            "predicts. Use --objective masked, or pretrain_bert.py."
-        )
-
-
-def curriculum_problems(optim: OptimRequest, sequence_length: int, loss: LossConfig) -> Iterator[str]:
-    """What does not fit a curriculum by sequence length."""
-    if not optim.curriculum_learning:
-        return
-    lengths = {
-        "--curriculum-min-length": optim.curriculum_min_length,
-        "--curriculum-max-length": optim.curriculum_max_length,
-        "--curriculum-lengths": max(optim.curriculum_lengths, default=None),
-    }
-    for name, length in lengths.items():
-        if length is not None and length > sequence_length > 0:
-            yield f"{name} {length} is more than --seq-length {sequence_length}, a whole sample. Use at most that."
-    if loss.objective == MASKED:
-        yield (
-            "--curriculum-learning cannot be combined with --objective masked: the places to predict are drawn for "
-            "whole samples. Drop it."
-        )
-    if loss.objective == MULTITASK or (loss.objective == CAUSAL and loss.loss_on_targets_only):
-        asked = f"--objective {MULTITASK}" if loss.objective == MULTITASK else "--loss-on-targets-only"
-        yield (
-            f"--curriculum-learning cannot be combined with {asked}: it cuts off the ends of samples, where the "
-            "targets are, so that steps would train on prompts or on nothing. Drop one of them."
-        )
 
 
 def plain(value: Any) -> Any:

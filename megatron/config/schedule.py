@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.config.sections.evaluation import EvaluationConfig
-from megatron.config.sections.optim import OptimConfig
+from megatron.config.sections.optim import OptimConfig, OptimRequest
 
 # The share of the way from the lowest rate to the peak that is left after a share of the decay.
 _DECAYS: Mapping[str, Callable[[float], float]] = {
@@ -145,6 +145,16 @@ def weight_decay(optim: OptimConfig, consumed_samples: int, consumed_tokens: int
     if optim.weight_decay_incr_style == "cosine":
         ratio = 0.5 * (math.cos(math.pi * (1.0 - ratio)) + 1.0)
     return start + ratio * (end - start)
+
+
+def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int]:
+    """The micro-batch and the global batch of a run; without --micro-batch-size, a replica takes its share of every
+    global batch in one forward pass.
+    """
+    micro, batch = optim.micro_batch_size, optim.global_batch_size
+    if batch is None:
+        return micro or 1, (micro or 1) * replicas
+    return micro or max(1, math.gcd(batch, *(optim.rampup_batch_size or ())[:2]) // replicas), batch
 
 
 def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -13,12 +15,10 @@ from megatron import log
 from megatron.config import DataConfig, WeightedGroup
 from megatron.config.flags.blends import read_blend, shown_split
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
-from megatron.data.datasets.open_files import allow_open_files, uses_of
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.order.blend import blend_order
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember, SourcePlan
 from megatron.data.order.resumed_plan import resumed_plan
-from megatron.data.order.splits import fraction_range, split_boundaries
 from megatron.data.sources.source import DataRequest, Source, SourceUse, check_examples
 from megatron.data.sources.source_kinds import open_source, source_facts
 from megatron.errors import ConfigError, DataError, MegatronError, joined
@@ -28,6 +28,9 @@ _SPLIT_NAMES = ("train", "valid", "test")
 # Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", section 6: data that are repeated up to 4 times
 # are worth almost as much as new ones, and after 16 times more passes are worth little.
 _MOST_USEFUL_PASSES = 16
+_OTHER_FILES = 256  # open besides those of the data: libraries, connections, checkpoints
+_TOKEN_FILES = 2  # tokens and index of a source
+_INDEX_ARRAYS = 3  # of a source in a group; a map holds its file open
 
 
 @dataclass(frozen=True)
@@ -403,3 +406,57 @@ def _build_phase(
     places = [member.source for member in phase.members]
     firsts = [phase.consumed_of(place) for place in places]
     return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)
+
+
+def split_boundaries(shares: tuple[float, float, float], size: int) -> tuple[int, int, int, int]:
+    """Cuts `size` sequences into three consecutive ranges: [b0, b1), [b1, b2), [b2, b3).
+
+    Rounding leaves a surplus or a gap at the end, which is taken from all three upper boundaries. Those that this
+    would push outside the file are clipped to it.
+
+    Args:
+        shares: of training, validation and test, summing to 1.
+
+    Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`get_train_valid_test_split_`).
+    """
+    bounds = [0]
+    for share in shares:
+        bounds.append(bounds[-1] + round(share * size))
+    surplus = bounds[3] - size
+    bounds[1:] = [bound - surplus for bound in bounds[1:]]
+    first, second, third, fourth = (min(max(bound, 0), size) for bound in bounds)
+    return first, second, third, fourth
+
+
+def fraction_range(start: float, stop: float, size: int) -> tuple[int, int]:
+    """The sequences that `START:STOP` of a weighted split path names."""
+    return round(start * size), round(stop * size)
+
+
+def uses_of(data: DataConfig) -> int:
+    """The sources of every group added up; the sources of --data-path are in each of the three splits."""
+    groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
+    return 3 * len(read_blend(data.data_path, "--data-path")) + sum(len(group.entries) for group in groups)
+
+
+def allow_open_files(sources: int, uses: int) -> None:
+    """Raises this process's limit of open files as far as the system allows; warns if that may be too few.
+
+    Args:
+        sources: different prefixes.
+        uses: sources summed over all groups that are trained on, validated or tested with.
+    """
+    needed = _TOKEN_FILES * sources + _INDEX_ARRAYS * uses + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    if soft != hard:
+        for wanted in (hard, needed):  # some systems take no infinite limit, though they report one
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                break
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        log.warning(
+            f"the data may take {needed} open files and this system allows {hard}: if it says that too many files are "
+            "open, raise the limit (ulimit -Hn) or merge some sources with tools/merge_preprocessed_data.py."
+        )

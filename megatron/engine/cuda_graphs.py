@@ -137,7 +137,6 @@ class MicroBatchGraphs:
 
     @property
     def count(self) -> int:
-        """Number of graphs that are held now."""
         return len(self._graphs)
 
     def run(self, batch: DeviceBatch, settings: Hashable) -> Outcome:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from megatron import log
+from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.device import Stopwatch, as_local_rank
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
@@ -26,7 +27,7 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_optimizer_check,
     skip_shared_memory_build,
 )
-from megatron.engine.ds_config import offloaded_ratio, without_ratio
+from megatron.engine.ds_config import without_ratio
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan
@@ -179,16 +180,12 @@ def build_optimizer(
     return plan.build(groups, implementation)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the learning rate of every group of `build_optimizer`."""
+def set_rates(optimizer: torch.optim.Optimizer, learning_rate: float, weight_decay: float | None = None) -> None:
+    """Sets the learning rate of every group of `build_optimizer`, and the weight decay of those that have one."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_multiplier"]
-
-
-def set_weight_decay(optimizer: torch.optim.Optimizer, weight_decay: float) -> None:
-    """Sets the weight decay of the groups that have one."""
-    for group in optimizer.param_groups:
-        group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
 
 
 def _placeholder(module: nn.Module) -> nn.Parameter:

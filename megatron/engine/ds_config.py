@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.files.deepspeed_file import OFFLOADED_WEIGHTS, read_settings
+from megatron.config.files.deepspeed_file import OFFLOADED_WEIGHTS, offloaded_ratio, read_settings
 from megatron.config.files.deepspeed_table import governing_flags
-from megatron.errors import ConfigError
 
 # We log progress ourselves, and DeepSpeed has no setting for "never print".
 _NEVER_PRINT_STEPS = 2**31 - 1
@@ -19,39 +16,17 @@ _NEVER_PRINT_STEPS = 2**31 - 1
 # DeepSpeed's own 1e9 would leave one to divide.
 SUB_GROUP_SIZE = 2**24
 
-# Settings that ZeRO stages 2 and 3 do not have, with the value that they have there.
-_OF_LOWER_STAGES: Mapping[str, Any] = types.MappingProxyType(
-    {"prescale_gradients": False, "gradient_predivide_factor": 1}
-)
-
-_SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """Builds the DeepSpeed dictionary of a resolved run.
 
-    What a `--deepspeed_config` file sets is merged over it. `parse` has checked the file and reconciled it with the
-    flags; what depends on the resolved run is left to reject.
-
-    Raises:
-        ConfigError: the file, or a flag, sets something that does not fit the run.
+    What a `--deepspeed_config` file sets is merged over it; `parse` and `resolve` have checked the file.
     """
-    problems = _loss_scale_problems(config)
     path = config.parallel.deepspeed_config
     extra = {} if path is None else read_settings(path)
-    if config.parallel.effective_zero_stage > max(1, config.parallel.zero_stage):
-        extra = {key: value for key, value in extra.items() if key not in _OF_LOWER_STAGES}
     if config.parallel.effective_zero_stage < 3 and "zero_optimization" in extra:  # whoever gave it has been told
         zero = extra["zero_optimization"]
         extra["zero_optimization"] = {key: value for key, value in zero.items() if key not in OFFLOADED_WEIGHTS}
-    problems += [
-        *_accumulation_problems(config, extra),
-        *_accumulation_dtype_problems(config, extra),
-        *_offload_problems(config, extra),
-        *_scaling_problems(config, extra),
-    ]
-    if problems:
-        raise ConfigError(problems)
     base = _base(config)
     older = extra.pop("bfloat16", {})
     for done_here in ("curriculum_learning", "data_efficiency", "optimizer", "scheduler"):
@@ -65,11 +40,6 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     if offloaded_ratio(merged["zero_optimization"]) < 1:
         merged["zero_optimization"].setdefault("sub_group_size", SUB_GROUP_SIZE)
     return {key: value for key, value in merged.items() if value != {}}
-
-
-def offloaded_ratio(zero: Mapping[str, Any]) -> float:
-    """The share of the optimizer's state that is to be offloaded, of a `zero_optimization` section."""
-    return float((zero.get("offload_optimizer") or {}).get("ratio", 1.0))
 
 
 def without_ratio(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,77 +59,6 @@ def sub_groups_to_keep(sizes: Sequence[int], ratio: float) -> list[int]:
             kept.append(number)
             room -= size
     return kept
-
-
-def _loss_scale_problems(config: RunConfig) -> list[str]:
-    """Checks the numbers that DeepSpeed takes as whole ones."""
-    least = config.precision.min_loss_scale
-    if not config.precision.fp16 or least == int(least):
-        return []
-    return [f"--min-loss-scale {least} is not an integer, as DeepSpeed's loss scaler wants. Use 1 or more."]
-
-
-def _accumulation_dtype_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
-    """Checks the dtype in which gradients are to be accumulated."""
-    dtype = extra.get("data_types", {}).get("grad_accum_dtype")
-    own = _SHORT_NAMES[config.precision.dtype_name]
-    if dtype in (None, "fp32", own):
-        return []
-    return [
-        f'--deepspeed_config {config.parallel.deepspeed_config}: "data_types.grad_accum_dtype" is {dtype} there, but '
-        f"the run trains in {own}. It must be {' or '.join(dict.fromkeys(['fp32', own]))}, or be omitted."
-    ]
-
-
-def _offload_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
-    """Checks that the ZeRO stage has what is to be offloaded."""
-    zero, stage = extra.get("zero_optimization", {}), config.parallel.effective_zero_stage
-    problems = []
-    if stage == 0 and (zero.get("offload_optimizer", {}).get("device", "none") != "none" or zero.get("cpu_offload")):
-        problems.append(
-            f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer" is set '
-            "there, but ZeRO stage 0 divides nothing that could be offloaded. Use --zero-stage 1 or remove it."
-        )
-    ratio = offloaded_ratio(zero)
-    if ratio < 1 and 1 <= stage < 3:
-        problems.append(
-            f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer.ratio" is '
-            f"{ratio:g} there, and ZeRO stage {stage} offloads the optimizer's state as a whole. Use --zero-stage 3 or "
-            "remove it."
-        )
-    if ratio < 1 and config.optim.use_bnb_optimizer:
-        problems.append(
-            f'--deepspeed_config {config.parallel.deepspeed_config}: "zero_optimization.offload_optimizer.ratio" is '
-            f"{ratio:g} there, which cannot be combined with --use-bnb-optimizer. Drop one of them."
-        )
-    return problems
-
-
-def _scaling_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
-    """Checks that gradients are not to be scaled where DeepSpeed cannot."""
-    path, stage = config.parallel.deepspeed_config, config.parallel.effective_zero_stage
-    usual = _OF_LOWER_STAGES
-    return [
-        f'--deepspeed_config {path}: "{key}" is {json.dumps(extra[key])} there, which ZeRO stage {stage} does not '
-        "support. Use --zero-stage 1 or remove it."
-        for key, value in usual.items()
-        if stage > 1 and extra.get(key, value) != value
-    ]
-
-
-def _accumulation_problems(config: RunConfig, extra: Mapping[str, Any]) -> list[str]:
-    """Checks that the gradient accumulation steps agree with the micro-batch and global batch sizes."""
-    theirs = extra.get("gradient_accumulation_steps")
-    samples_per_micro_step = config.optim.micro_batch_size * config.parallel.data_parallel_size
-    ours = config.optim.global_batch_size // samples_per_micro_step
-    if theirs in (None, ours):
-        return []
-    return [
-        f'--deepspeed_config {config.parallel.deepspeed_config}: "gradient_accumulation_steps" is {theirs} there, but '
-        f"a global batch of {config.optim.global_batch_size} in micro-batches of {config.optim.micro_batch_size} on "
-        f"{config.parallel.data_parallel_size} data-parallel rank(s) gives {ours}. Remove the entry or change "
-        f"--global-batch-size to {theirs * samples_per_micro_step}."
-    ]
 
 
 def _base(config: RunConfig) -> dict[str, Any]:

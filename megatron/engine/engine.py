@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
-from megatron.engine.deepspeed_setup import (
-    initialize,
-    join_deepspeed,
-    set_learning_rate,
-    set_weight_decay,
-    timed_messages,
-)
+from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
 from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
@@ -83,7 +75,7 @@ class Engine:
         self.on_phase: Callable[[str], None] = lambda phase: None
         self._is_training = True
         self._count = UpdateCount()
-        self._before_changes: OrderedDict[int, Callable[[], None]] = OrderedDict()
+        self._before_changes: list[Callable[[], None]] = []
         join_deepspeed()
         self.layer_names = tuple(spec.name for spec in network)
         self.chunks = pipeline.chunks(network, mesh.pp, freezing.frozen)
@@ -130,18 +122,16 @@ class Engine:
         """Sets both, as a checkpoint says."""
         self._count.restart(updates, averaging_weight)
 
-    def before_update(self, work: Callable[[], None]) -> RemovableHandle:
-        """Registers work to be done before each optimizer update; `remove()` of the result ends that.
+    def before_update(self, work: Callable[[], None]) -> None:
+        """Registers work to be done before each optimizer update.
 
         If the host knows in time that an update is dropped, the work is not done then, but before the weights are
         exchanged for their means.
         """
-        handle = RemovableHandle(self._before_changes)
-        self._before_changes[handle.id] = work
-        return handle
+        self._before_changes.append(work)
 
     def _prepare_change(self) -> None:
-        for work in self._before_changes.values():
+        for work in self._before_changes:
             work()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -162,9 +152,7 @@ class Engine:
         deepspeed_samples = count * self.plan.optim.micro_batch_size * self.mesh.gradient.size
         if deepspeed_samples != self.deepspeed.train_batch_size():
             self.deepspeed.set_train_batch_size(deepspeed_samples)
-        set_learning_rate(self.optimizer, learning_rate)
-        if weight_decay is not None:
-            set_weight_decay(self.optimizer, weight_decay)
+        set_rates(self.optimizer, learning_rate, weight_decay)
         batches = self._prepare(micro_batches)
         verdict = self.gate.expect(self._figures)
         self._finite_check = FiniteCheck() if self._looks_at_own else None
@@ -190,7 +178,6 @@ class Engine:
         )
 
     def _update_states(self) -> None:
-        """Updates what no gradient trains."""
         if self._states:
             totals, is_applied = self._losses.totals.by_name(self.mesh), self.gate.is_applied()
             for state in self._states:

@@ -100,7 +100,6 @@ class DeviceBatch:
 
     @property
     def network_input(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The argument of the first layer."""
         return self.inputs[0] if len(self.inputs) == 1 else self.inputs
 
 

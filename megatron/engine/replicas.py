@@ -12,10 +12,10 @@ compared that ranks have divided differently among themselves.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -81,16 +81,15 @@ def find_differences(engine: Engine) -> list[str]:
     for axis, replica in replicas(engine):
         shared.setdefault(axis.name, _Shared(axis)).replicas.append(replica)
     # All ranks take the axes in the same order, so that none waits for a rank that waits for it.
-    for _, copies in sorted(shared.items()):
+    ordered = [copies for _, copies in sorted(shared.items())]
+    for copies in ordered:
         copies.digests = _digests(copies, digester, known, engine.mesh.device)
         _compare(copies)
     control = engine.mesh.control
-    differs = torch.tensor([any(copies.differing for copies in shared.values())], dtype=torch.int64)
+    differs = torch.tensor([any(copies.differing for copies in ordered)], dtype=torch.int64)
     if not int(all_reduce_max(differs, control)):
         return []
-    texts: list[str] = []
-    for _, copies in sorted(shared.items()):
-        texts += _describe_all(copies, engine.mesh.device)
+    texts = [text for copies in ordered for text in _describe_all(copies, engine.mesh.device)]
     return list(dict.fromkeys(text for entry in all_gather_json(texts, control) for text in entry))
 
 
@@ -99,56 +98,43 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
 
     On all ranks of an axis, its entries come in the same order.
     """
-    tied_ids = {id(weight) for weight, _ in engine.tied}
+    mesh, tied = engine.mesh, {id(weight) for weight, _ in engine.tied}
     for parameter in engine.parameters():
-        spec, mesh = shard_spec_of(parameter), engine.mesh
+        spec = shard_spec_of(parameter)
         data = spec.replicas(mesh)
         model = [axis for axis in mesh.axes_of("tensor") if axis.name not in spec.split_axes]
-        ends = [mesh.embedding] if id(parameter) in tied_ids else []
+        ends = [mesh.embedding] if id(parameter) in tied else []
         for axis in (data, *model, *ends):
             if axis.size > 1:
-                for replica in _replicas_of(engine, parameter, axis, data):
-                    yield axis, replica
+                yield from ((axis, replica) for replica in _replicas_of(engine, parameter, axis, data))
     for state in states_of(engine.stack):
-        for axis in (engine.mesh.gradient, *engine.mesh.axes_of("tensor")):
+        for axis in (mesh.gradient, *mesh.axes_of("tensor")):
             if axis.size > 1:
                 yield axis, Replica(state.global_name, "weight", state)  # type: ignore[attr-defined]
 
 
 def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis) -> Iterator[Replica]:
-    """What of a parameter the ranks of an axis hold copies of."""
+    """What the ranks of an axis hold copies of: the weight of a parameter, its moments unless ZeRO divides them over
+    that axis, and its fp32 weight if that is another tensor.
+    """
     name: str = parameter.global_name  # type: ignore[attr-defined]
-    partition = partition_of(parameter)  # ZeRO-3
-    if partition is not None and axis is not data:
+    partition, is_direct = partition_of(parameter), engine.view.is_direct
+    if partition is not None and axis is not data:  # ZeRO-3
         yield Replica(name, "weight", partition)
     elif is_whole(parameter):
         yield Replica(name, "weight", parameter.data)
-    if is_frozen(parameter):
+    if is_frozen(parameter) or (axis is data and not is_direct):
         return
-    if engine.view.is_direct:
-        part = part_of(engine, parameter)
-        if part is not None:
-            yield from (Replica(name, kind, values) for kind, values in moments(engine, part))
-    elif axis is not data:
-        yield from _divided_replicas(engine, parameter, data if axis is engine.mesh.embedding else None)
-
-
-def _divided_replicas(engine: Engine, parameter: nn.Parameter, divided_over: Axis | None) -> Iterator[Replica]:
-    """The part of master weight and moments that this rank holds; empty where it holds none.
-
-    Args:
-        divided_over: as in `Replica`: the ranks of two pipeline stages divide their copies differently.
-    """
-    name: str = parameter.global_name  # type: ignore[attr-defined]
     part = part_of(engine, parameter)
+    # The ranks of two pipeline stages divide their copies differently.
+    over = data if axis is engine.mesh.embedding and not is_direct else None
     if part is not None:
-        yield Replica(name, "master", part.values, part.first, divided_over)
-        yield from (Replica(name, kind, values, part.first, divided_over) for kind, values in moments(engine, part))
-    else:
-        nothing = torch.empty(0, device=engine.mesh.device)
-        averages: tuple[Kind, ...] = ("average",) if engine.averages is not None and engine.averages.is_kept else ()
-        kinds: tuple[Kind, ...] = ("master", *engine.plan.moments_of(parameter), *averages)
-        yield from (Replica(name, kind, nothing, 0, divided_over) for kind in kinds)
+        own: list[tuple[Kind, torch.Tensor]] = [] if is_direct else [("master", part.values)]
+        yield from (Replica(name, kind, each, part.first, over) for kind, each in (*own, *moments(engine, part)))
+        return
+    averages: tuple[Kind, ...] = ("average",) if engine.averages is not None and engine.averages.is_kept else ()
+    kinds: tuple[Kind, ...] = ("master", *engine.plan.moments_of(parameter), *averages)
+    yield from (Replica(name, kind, torch.empty(0, device=engine.mesh.device), 0, over) for kind in kinds)
 
 
 def _digests(
@@ -159,11 +145,11 @@ def _digests(
     Args:
         known: the digests of values that were compared before, by name, kind and place in memory.
     """
-    for replica in copies.replicas:
-        key = replica.name, replica.kind, replica.values.data_ptr()
+    keys = [(each.name, each.kind, each.values.data_ptr()) for each in copies.replicas]
+    for key, replica in zip(keys, copies.replicas, strict=True):
         if key not in known:
             known[key] = digester.digest(replica.values, replica.first).to(on_device)
-    return torch.stack([known[each.name, each.kind, each.values.data_ptr()] for each in copies.replicas])
+    return torch.stack([known[key] for key in keys])
 
 
 def _compare(copies: _Shared) -> None:
@@ -182,15 +168,16 @@ def _describe_all(copies: _Shared, on_device: torch.device) -> list[str]:
 
     A difference spreads to other parameters within a step, so the one that differs most is likely where it began.
     """
-    texts = []
-    for place in copies.differing[:_COMPARED]:
-        texts.append(_describe(copies.replicas[place], int(copies.digests[place]), copies.axis, on_device))
-    texts = sorted(texts, reverse=True, key=lambda entry: entry[0])[:_DESCRIBED]
-    described = [text for _, text in texts]
-    left = len(copies.differing) - len(described)
+    axis = copies.axis
+    described = [
+        _describe(copies.replicas[place], int(copies.digests[place]), axis, on_device)
+        for place in copies.differing[:_COMPARED]
+    ]
+    texts = [text for _, text in sorted(described, reverse=True, key=lambda entry: entry[0])[:_DESCRIBED]]
+    left = len(copies.differing) - len(texts)
     if left > 0:
-        described.append(f"{left} more tensors differ between ranks {_listed(copies.axis.ranks)}")
-    return described if copies.axis.rank == 0 else []
+        texts.append(f"{left} more tensors differ between ranks {_listed(axis.ranks)}")
+    return texts if axis.rank == 0 else []
 
 
 def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device) -> tuple[float, str]:
@@ -198,7 +185,7 @@ def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device
     extents = all_gather_json([replica.first, replica.values.numel()], axis)
     is_comparable = replica.divided_over is None and all(extent == extents[0] for extent in extents)
     difference = _difference_to_first(replica.values, axis, on_device) if is_comparable else None
-    rows = all_gather_json([digest, None if difference is None else dataclasses.astuple(difference)], axis)
+    rows = all_gather_json([digest, difference], axis)
     holders: dict[int, list[int]] = {}
     for rank, (held, _) in zip(axis.ranks, rows, strict=True):
         holders.setdefault(held, []).append(rank)
@@ -211,21 +198,18 @@ def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device
         if fields is not None:
             gap = _Difference(*fields)
             return gap.ratio, (
-                f"{text}; {gap.count} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
+                f"{text}; {gap.elements} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
                 f"rank {rank}, the first at {gap.place}: {gap.first_value} and {gap.own_value}"
             )
     return 0.0, text
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """How a copy differs from the first rank's on the axis: the number of elements, and one of them.
-
-    Attributes:
-        ratio: the largest difference of an element, in times of the largest value; infinite if one is not finite.
+class _Difference(NamedTuple):
+    """How many elements of a copy differ from the first rank's, the first of them, and the largest difference in times
+    of the largest value; infinite if one is not finite.
     """
 
-    count: int
+    elements: int
     place: int
     first_value: str
     own_value: str
@@ -234,22 +218,19 @@ class _Difference:
 
 def _difference_to_first(values: torch.Tensor, axis: Axis, on_device: torch.device) -> _Difference | None:
     """The difference of this rank's copy, None if there is none; collective over the axis."""
-    difference: _Difference | None = None
+    found: _Difference | None = None
     for number, chunk in enumerate(values.detach().view(-1).split(CHUNK)):
         reference = broadcast(chunk.to(on_device, copy=True), axis).to(chunk.device)
         differs = (reference.view(torch.uint8) != chunk.view(torch.uint8)).view(len(chunk), -1).any(dim=1)
-        count = int(differs.sum())
-        if not count:
+        if not (count := int(differs.sum())):
             continue
         gap = float((reference.double() - chunk.double()).abs().max() / reference.double().abs().max().clamp(min=1e-38))
         ratio = gap if math.isfinite(gap) else math.inf
-        if difference is None:
-            first = int(differs.nonzero()[0])
-            shown = repr(reference[first].item()), repr(chunk[first].item())
-            difference = _Difference(0, number * CHUNK + first, *shown, ratio)
-        total, largest = difference.count + count, max(difference.ratio, ratio)
-        difference = dataclasses.replace(difference, count=total, ratio=largest)
-    return difference
+        if found is None:
+            at = int(differs.nonzero()[0])
+            found = _Difference(0, number * CHUNK + at, repr(reference[at].item()), repr(chunk[at].item()), 0.0)
+        found = found._replace(elements=found.elements + count, ratio=max(found.ratio, ratio))
+    return found
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -85,7 +85,6 @@ def _partitioned_stack(
 
 
 def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
-    """Sets the parameter attributes that DeepSpeed reads."""
     for parameter in stack.parameters():
         spec = shard_spec_of(parameter)
         mark_expert(parameter, mesh)

@@ -54,7 +54,6 @@ class HeldPart:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What is held of it besides the weight."""
         return (*self.moment_names, *(("average",) if self.has_average else ()))
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,10 @@ class MasterSlice(NamedTuple):
     values: torch.Tensor
     flat: torch.Tensor
     offset: int
+
+
+# The part of a parameter that this rank updates; None if it updates none.
+SliceOf = Callable[[nn.Parameter], MasterSlice | None]
 
 
 def is_block_matrix(parameter: nn.Parameter) -> bool:

@@ -19,9 +19,8 @@ from megatron.checkpoint import Found, folder_of_step, load_newest, newest_recor
 from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
 from megatron.config.program_flags import laid_over
-from megatron.config.resolve import padded_vocab_size
 from megatron.config.sections.parallel import without_training
-from megatron.engine.stages import stage_bounds
+from megatron.engine.pipeline.chunks import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
 from megatron.host_memory import available_memory_bytes
 from megatron.kernels.products import packed
@@ -119,7 +118,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
         )
     tokenizer = _tokenizer(config, given, newest.path)
     check_same_tokenizer(f"the checkpoint {newest.path} was trained", record.tokenizer, tokenizer, CheckpointError)
-    padded, _ = padded_vocab_size(config.parallel, config.model.vocab_size)
+    padded = config.parallel.padded_vocab_size(config.model.vocab_size)
     # A text must not depend on those beside it, so experts drop no tokens.
     model_config = replace(config.model, padded_vocab_size=padded, disable_moe_token_dropping=True)
     config = replace(config, model=model_config)

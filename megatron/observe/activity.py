@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint.manifest import folder_step
 from megatron.errors import ExitCode
 from megatron.files.appending import append_line
@@ -94,7 +94,7 @@ class Activity:
         Args:
             step: the step that was reached.
         """
-        forget = log.on_failure(lambda code, text: self._ended(FAILED, step(), text, code))
+        forget = process_exit.on_failure(lambda code, text: self._ended(FAILED, step(), text, code))
         try:
             yield
         except BaseException as failure:

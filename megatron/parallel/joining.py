@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch.distributed as dist
 
-from megatron import device, log
+from megatron import device, log, process_exit
 from megatron.config import ParallelRequest
 from megatron.errors import HangError, LaunchError, PeerLostError
 from megatron.parallel.launchers import Ranks
@@ -440,6 +440,6 @@ def _identity(store: dist.Store, rank: int) -> ProcessIdentity | None:
 
 
 def _end(code: int, text: str, rank: int) -> None:
-    log.record_failure(code, text)
+    process_exit.record_failure(code, text)
     log.error(text, rank=rank)
-    log.end_process(code, text, is_shown=True)
+    process_exit.end_process(code, text, is_shown=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.config import ParallelRequest
-from megatron.config.layout import divisors, layout_problems
+from megatron.config.rules.layout import divisors, layout_problems
 from megatron.device import Stopwatch
 from megatron.errors import LaunchError
 from megatron.kernels.choice import TORCH_KERNELS, Kernels

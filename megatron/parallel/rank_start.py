@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.errors import LaunchError, PeerLostError
 from megatron.parallel.launchers import Ranks, discover_ranks
 
@@ -41,7 +41,7 @@ def begin_rank() -> None:
     log.keep_warnings()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        log.on_failure(functools.partial(write_error_file, Path(error_file)), only_if_shown=True)
+        process_exit.on_failure(functools.partial(write_error_file, Path(error_file)), only_if_shown=True)
     # What is wrong with the launcher's variables is reported together with what is wrong with the flags.
     with contextlib.suppress(LaunchError):
         ranks = launched_ranks()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.checkpoint.background_writer import BackgroundWriter
 from megatron.config import RunRequest, check_resume
-from megatron.config.expert_rules import balancing_notices
+from megatron.config.rules.experts import balancing_notices
 from megatron.train.callback import Callback, CallbackList, CallbackSetup
 from megatron.train.callbacks.evaluator import Evaluator
 from megatron.train.callbacks.saving import Saving, open_writer

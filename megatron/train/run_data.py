@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.config import RunConfig, resolve_epochs
-from megatron.config.run_config import FILE, GIVEN
+from megatron.config.run_sections import FILE, GIVEN
 from megatron.config.schedule import global_batch_size, planned_samples
 from megatron.data.build import (
     SplitDatasets,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
-from megatron import log
+from megatron import process_exit
 from megatron.errors import ExitCode
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -52,10 +52,10 @@ class StopSignals:
     (`signal.set_wakeup_fd`). Call `install` and `restore` in the main thread.
 
     Args:
-        end: ends the process from the thread: `log.end_process` except in tests.
+        end: ends the process from the thread: `process_exit.end_process` except in tests.
     """
 
-    def __init__(self, end: Callable[[int, str], object] = log.end_process) -> None:
+    def __init__(self, end: Callable[[int, str], object] = process_exit.end_process) -> None:
         self._end = end
         self._received: int | None = None
         self._former: dict[int, Any] = {}

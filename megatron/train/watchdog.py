@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, final
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.errors import ExitCode
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch.channel import Channel
@@ -84,8 +84,8 @@ class Watch:
             self, limits, links, hub, meeting.listener, rank, size, relayed=relayed, hubs=meeting.fallback
         )
         self._channel.start()
-        if size > 1 and log.is_program():
-            self._forget = log.on_failure(self._on_failure)
+        if size > 1 and process_exit.is_program():
+            self._forget = process_exit.on_failure(self._on_failure)
 
     def __enter__(self) -> Watch:
         return self
@@ -204,7 +204,7 @@ class Watch:
         self._end_later(verdict.code)
         path = self._write_stacks(verdict.stacks) if verdict.stacks else None
         more = "" if path is None else f"\nThe stacks of all ranks are in {path}."
-        log.record_failure(verdict.code, verdict.text + more)
+        process_exit.record_failure(verdict.code, verdict.text + more)
         log.error(verdict.text + more, rank=verdict.rank)
 
     def end(self, verdict: RunEnd) -> None:
@@ -213,7 +213,7 @@ class Watch:
         for rank in verdict.silent:
             if self._meeting is not None:
                 self._meeting.processes[rank].kill()
-        log.end_process(verdict.code, verdict.text, is_shown=True)
+        process_exit.end_process(verdict.code, verdict.text, is_shown=True)
 
     def _leave_with(self, error: BaseException) -> None:
         """Leaves the run with an error, when everything else is closed.
@@ -221,12 +221,12 @@ class Watch:
         If another rank will show the error, this one ends at once, so that ranks that communicate with it notice it;
         but a rank whose error may be the result of another's first learns with which code the run ends.
         """
-        code, channel, text = log.show_failure(error), self._channel, self._own_error
+        code, channel, text = process_exit.show_failure(error), self._channel, self._own_error
         if not text:
             return  # the others could not be notified, and this rank has shown it
         if self._tell(code, text, is_ready=True) and channel is not None:
             if channel.has_first_hub and code != ExitCode.REQUEUE:
-                log.record_failure(code, text)
+                process_exit.record_failure(code, text)
                 return
             self._await_end()
         log.error(text)

@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag
 from megatron.config.program_flags import ToolRequest, parse_over
 
@@ -98,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
     """Opens the checkpoint, runs the tasks, and writes and prints what rank 0 found."""
-    from megatron.inference.harness import harness_model, run_harness
     from megatron.inference.loaded_model import open_checkpoint
     from megatron.parallel.agreement import run_on_first
+    from trident.evaluate.harness import harness_model, run_harness
 
     flags, given = request.own, dict(request.given)
     if flags.eval_fp32:
@@ -135,4 +135,4 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

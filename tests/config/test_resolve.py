@@ -39,14 +39,6 @@ def test_without_a_micro_batch_a_replica_takes_its_share_at_once() -> None:
         resolved(drop="--micro-batch-size", world=3)
 
 
-def test_a_noise_scale_needs_more_than_one_micro_batch() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--log-gradient-noise-scale needs two batch sizes, and --global-batch-size 8 is"
-    ):
-        resolved("--log-gradient-noise-scale --micro-batch-size 8")
-    assert resolved("--log-gradient-noise-scale", world=2).report.log_gradient_noise_scale
-
-
 @pytest.mark.parametrize(
     ("text", "vocabulary", "padded"),
     [
@@ -61,51 +53,6 @@ def test_padded_vocabulary(text: str, vocabulary: int, padded: int) -> None:
     assert resolved(text, world=2, vocabulary=vocabulary).model.padded_vocab_size == padded
 
 
-@pytest.mark.parametrize(
-    ("text", "world", "sentence"),
-    [
-        (
-            "--tensor-model-parallel-size 2",
-            3,
-            r"needs a multiple of 2 processes, and 3 were started. Start 2 or 4, or .* 1 x 1",
-        ),
-        (
-            "--tensor-model-parallel-size 4",
-            1,
-            r"multiple of 4 processes, and 1 was started. Start 4, or .* fits 1: 1 x 1\.",
-        ),
-        (
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4",
-            4,
-            r"multiple of 8 processes, and 4 were started.*fits 4: 1 x 4, 2 x 2, 1 x 2, 2 x 1, 1 x 1, 4 x 1\.",
-        ),
-        ("--pipeline-model-parallel-size 3 --zero-stage 1", 30, None),
-        ("", 3, r"--global-batch-size 8 is not a multiple of .* 2 x 3 data-parallel replicas = 6. Use 6 or 12"),
-        ("", 8, r"--micro-batch-size 2 x 8 data-parallel replicas = 16. Use 16\."),
-        ("--fp16", 1, r"--fp16 does not train on this machine \(cpu\). Use --bf16"),
-        (
-            "--vocab-size 999",
-            1,
-            r"--vocab-size 999 has no entry for the end-of-document token, 999 .*--vocab-size 1000, or drop",
-        ),
-        ("--vocab-size 1500 --pad-vocab-size-to 1280", 1, r"1280 is less than the 1500 entries of the vocabulary"),
-        ("--pad-vocab-size-to 896", 1, r"--pad-vocab-size-to 896 is less than the 1000 entries of the vocabulary"),
-    ],
-)
-def test_limits_of_the_machine(text: str, world: int, sentence: str | None) -> None:
-    if sentence is None:
-        assert resolved(text + " --global-batch-size 20", world=world).parallel.data_parallel_size == 10
-        return
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        resolved(text, world=world)
-    assert len(caught.value.problems) == 1
-
-
-def test_bf16_needs_hardware_support() -> None:
-    with pytest.raises(ConfigError, match=r"--bf16 does not train on this machine \(cuda\). Use --fp16"):
-        resolve(small("--bf16"), Machine("cuda", 1, True, False), TokenizerFacts(10, 9, "f"))
-
-
 def test_eight_bits_need_hardware_or_emulation() -> None:
     facts, hybrid = TokenizerFacts(1000, 9, "f"), "--bf16 --fp8-format hybrid"
     for machine in (Machine("cpu", 1, False, True), Machine("cuda", 1, True, True)):
@@ -116,11 +63,6 @@ def test_eight_bits_need_hardware_or_emulation() -> None:
     hopper = Machine("cuda", 1, True, True, supports_fp8=True)
     (notice,) = resolve(small(f"{hybrid} --num-experts 4"), hopper, facts).notices
     assert "products of experts (--num-experts 4) stay in bf16" in notice
-
-
-def test_many_processes_name_the_layouts_that_fit() -> None:
-    with pytest.raises(ConfigError, match=r"fits 6: 2 x 1, 1 x 1, 2 x 3, 1 x 2, 1 x 3\."):
-        resolved("--tensor-model-parallel-size 4", world=6)
 
 
 def test_all_problems_are_reported_in_one_error() -> None:
@@ -183,16 +125,6 @@ def test_steps_from_samples_are_the_steps_that_the_loop_takes(ramp: str, samples
                 batch = min(8, start + int(consumed * steps / over) * increment)
         step, consumed = step + 1, consumed + batch
     assert step == optim.train_iters
-
-
-def test_a_run_of_no_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--train-samples 7 is less than the first global batch"):
-        resolved("--train-samples 7", drop="--train-iters")
-
-
-def test_rampup_sizes_are_divisible_by_the_replicas() -> None:
-    with pytest.raises(ConfigError, match=r"--rampup-batch-size 2 2 8: start and increment must be multiples .* = 4"):
-        resolved("--train-samples 64 --rampup-batch-size 2 2 8", drop="--train-iters", world=2)
 
 
 def test_resolving_twice_changes_nothing() -> None:

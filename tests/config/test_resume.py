@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,8 @@ import pytest
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, resolve
 from megatron.config.flags.fields import FROM_CHECKPOINT, MAY_CHANGE, MUST_MATCH, RUN_MUST_MATCH, flags_of, resume_rule
 from megatron.config.resume import architecture_differences
-from megatron.config.run_config import fields_of, sections_of
+from megatron.config.run_config import sections_of
+from megatron.config.run_sections import fields_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -246,16 +245,6 @@ def test_a_checkpoint_without_fields_of_the_architecture_has_their_defaults(
         check_resume(before, run(now))
 
 
-def test_an_older_checkpoint_keeps_the_sigmoids_that_it_was_trained_with() -> None:
-    text = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax"
-    older = saved(text)
-    del older["model"]["moe_router_keep_scores"]
-    assert RunConfig.from_json(older).model.moe_router_keep_scores
-    with pytest.raises(ConfigError, match="--moe-router-keep-scores is off and the checkpoint was saved with on"):
-        check_resume(older, run(text))
-    assert check_resume(older, run(f"{text} --moe-router-keep-scores")).model.keeps_scores
-
-
 def test_the_context_of_rotary_positions_is_the_checkpoints() -> None:
     rope, drop = "--position-embedding-type rope", "--max-position-embeddings"
     assert run(rope, drop).model.max_position_embeddings == 32
@@ -271,50 +260,9 @@ def test_the_context_of_rotary_positions_is_the_checkpoints() -> None:
         )
 
 
-OLDER = Path(__file__).parent / "golden" / "older_config.json"  # written when there were five sections
-
-
 def test_a_field_name_occurs_in_one_section_only() -> None:
     names = [field.name for cls in sections_of(RunConfig).values() for field in fields_of(cls)]
     assert len(names) == len(set(names))
-
-
-def test_an_older_record_is_read_by_field_name() -> None:
-    saved = json.loads(OLDER.read_text())
-    config = RunConfig.from_json(saved)
-    assert (config.random.seed, config.data.seq_length, config.precision.bf16, config.precision.loss_scale) == (
-        77, 32, True, 8.0,
-    )  # fmt: skip
-    assert config.documents.eod_mask_loss and config.recompute.checkpoint_activations
-    assert config.parallel.make_vocab_size_divisible_by == 64
-    assert config.was_given("random.seed") and not config.was_given("random.bf16")
-    assert config.was_given("precision.bf16") and not config.was_given("model.bf16")
-    values = {name: value for name, entries in saved.items() if name != "provenance" for name, value in entries.items()}
-    read = json.loads(json.dumps(config.flat()))
-    assert {name: read[name] for name in values} == values
-    assert (read["activation_function"], read["position_embedding_type"]) == ("gelu_tanh", "learned_absolute")
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"random": {"seed": 78}}, r"--seed is 78 and the checkpoint was saved with 77.*give --seed 77"),
-        ({"data": {"seq_length": 16}}, r"--seq-length is 16 and the checkpoint was saved with 32"),
-        ({"documents": {"eod_mask_loss": False}}, r"--eod-mask-loss is off and .* with on"),
-        ({"model": {"num_layers": 3}}, r"--num-layers is 3 and the checkpoint was saved with 2"),
-        ({}, None),
-    ],
-)
-def test_an_older_checkpoint_resumes(changes: dict[str, dict[str, Any]], sentence: str | None) -> None:
-    saved = json.loads(OLDER.read_text())
-    now = RunConfig.from_json(saved)
-    for section, fields in changes.items():
-        now = dataclasses.replace(now, **{section: dataclasses.replace(getattr(now, section), **fields)})
-    if sentence is None:
-        assert check_resume(saved, now) == now
-        return
-    with pytest.raises(ConfigError, match=sentence):
-        check_resume(saved, now)
 
 
 def test_every_field_has_a_rule() -> None:

@@ -18,7 +18,7 @@ from megatron.config import (
     check_resume,
     resolve,
 )
-from megatron.config.run_config import in_current_sections, sections_of
+from megatron.config.run_config import sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -44,27 +44,6 @@ def test_a_resolved_run_round_trips_through_json() -> None:
 def test_every_value_by_its_name() -> None:
     flat = resolved().flat()
     assert (flat["hidden_size"], flat["seq_length"], flat["world_size"], flat["seed"]) == (64, 32, 1, 1234)
-
-
-def test_sections_of_an_older_version_are_read() -> None:
-    config = resolved("--save out --save-interval 3 --eval-iters 7")
-    now: dict[str, Any] = json.loads(json.dumps(config.to_json()))
-    older = {name: now[name] for name in ("model", "optim", "data", "parallel")}
-    older["control"] = {key: value for name, section in now.items() for key, value in section.items()
-                        if name not in (*older, "provenance")}  # fmt: skip
-    older["provenance"] = {f"control.{key.partition('.')[2]}": source for key, source in now["provenance"].items()}
-    assert RunConfig.from_json(older) == dataclasses.replace(config, notices=())
-    assert in_current_sections(older) == now == in_current_sections(now)
-    assert in_current_sections({"control": {"x": 1, "save": "c"}, "version": 3}) == {
-        "control": {"x": 1}, "saving": {"save": "c"}, "version": 3,
-    }  # fmt: skip
-
-
-def test_a_number_that_an_older_run_did_not_have_is_zero() -> None:
-    saved = resolved().to_json()
-    saved["optim"].update(train_iters=None, lr=None)
-    optim = RunConfig.from_json(saved).optim
-    assert (optim.train_iters, optim.lr) == (0, 0.0)
 
 
 def test_a_damaged_record_names_what_it_lacks() -> None:
@@ -138,78 +117,6 @@ def test_rules_between_sections_hold_for_every_run_config() -> None:
         dataclasses.replace(config, model=model)
 
 
-def test_the_learning_rates_of_mup_are_those_for_adam() -> None:
-    with pytest.raises(ConfigError, match="--use-mup cannot be combined with --optimizer sgd"):
-        small("--use-mup --optimizer sgd")
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            "",
-            "--optimizer schedule-free cannot be combined with --lr-decay-style linear: .*Use --lr-decay-style const",
-        ),
-        ("--lr-decay-style constant --ema-decay 0.9", r"cannot be combined with --ema-decay 0\.9.*Drop --ema-decay"),
-        ("--lr-decay-style constant --adam-beta1 0", r"cannot be combined with --adam-beta1 0.*Use the default, 0\.9"),
-        ("--lr-decay-style constant --use-mup", "--use-mup cannot be combined with --optimizer schedule-free"),
-    ],
-)
-def test_what_does_not_go_with_schedule_free(flags: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        small(f"--optimizer schedule-free {flags}")
-    assert small("--optimizer schedule_free --lr-decay-style constant").optim.schedule_free_weight_lr_power == 2.0
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            "--log-grad-norm --zero-stage 3",
-            "--log-grad-norm cannot be combined with --zero-stage 3.*or drop --log-grad",
-        ),
-        ("--log-num-zeros-in-grad --zero-stage 3", "--log-num-zeros-in-grad cannot be combined with --zero-stage 3"),
-        ("--log-gradient-noise-scale --zero-stage 3", "--log-gradient-noise-scale cannot be combined with --zero-st"),
-        ("--log-gradient-noise-scale --context-parallel-size 2", "ranks that share samples .*Drop one of the two"),
-        (
-            "--log-gradient-noise-scale --pipeline-model-parallel-size 2 --pipeline-engine deepspeed",
-            "--log-gradient-noise-scale cannot be combined with --pipeline-engine deepspeed.*Use --pipeline-engine own",
-        ),
-    ],
-)
-def test_what_figures_of_gradients_need(flags: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        small(flags)
-
-
 def test_other_names_of_optimizers() -> None:
     """As other trainers write them: AdamW by its own name, and Megatron-LM's Muon over its data-parallel ranks."""
     assert [small(f"--optimizer {name}").optim.optimizer for name in ("adamw", "dist_muon")] == ["adam", "muon"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--zero-stage 3", "--optimizer muon cannot be combined with --zero-stage 3, .*Use --zero-stage 2, or 1 in"),
-        ("--cpu-optimizer", "--optimizer muon cannot be combined with --cpu-optimizer.*Drop --cpu-optimizer"),
-        ("--use-mup", "--use-mup cannot be combined with --optimizer muon"),
-        ("--use-bnb-optimizer", "--use-bnb-optimizer cannot be combined with --optimizer muon"),
-    ],
-)
-def test_what_does_not_go_with_muon(flags: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        small(f"--optimizer muon {flags}")
-    assert small("--use-mup --mup-base-hidden-size 16").model.logit_multiplier == 0.25
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("--optimizer sgd", r"--use-bnb-optimizer cannot be combined with --optimizer sgd: it is AdamW\. Use"),
-        ("--cpu-optimizer", r"--use-bnb-optimizer and --cpu-optimizer both make room on the GPU.*Drop one of them"),
-    ],
-)
-def test_moments_of_8_bits_are_those_of_adam_on_the_device(text: str, sentence: str) -> None:
-    assert small("--use-bnb-optimizer").optim.use_bnb_optimizer
-    with pytest.raises(ConfigError, match=sentence):
-        small(f"--use-bnb-optimizer {text}")

@@ -31,7 +31,6 @@ from megatron.config.schedule import (
     weight_decay,
 )
 from megatron.config.sections.optim import OptimRequest
-from megatron.errors import ConfigError
 from tests.train.samples import optim_config
 
 # 10 steps of 8 samples; warm-up 2 steps = 16 samples, decay over 80. Computed by hand.
@@ -103,11 +102,6 @@ def test_without_warmup_the_first_step_runs_at_the_peak() -> None:
 def test_schedule_is_counted_in_samples(flags: dict[str, float], warmup: float, decay: float) -> None:
     course = schedule(optim_config(**flags))
     assert (course.warmup_samples, course.decay_samples) == (pytest.approx(warmup), decay)
-
-
-def test_warmup_must_end_before_the_decay() -> None:
-    with pytest.raises(ConfigError, match=r"--lr-warmup-iters 10 is not less than --train-iters 10"):
-        optim_config(train_iters=10, lr_warmup_iters=10)
 
 
 @given(

@@ -38,7 +38,7 @@ def write_run(folder: Path, steps: int = 200, **config: Mapping[str, Any]) -> Pa
     """A run folder with a configuration, a log, and metrics of a number of steps."""
     folder.mkdir(parents=True)
     parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "data_parallel_size": 1}
-    sections = {"optim": {"lr": 1e-3}, "parallel": parallel, "control": {"save": None}, **config}
+    sections = {"optim": {"lr": 1e-3}, "parallel": parallel, "saving": {"save": None}, **config}
     origins = {"optim.lr": "given"}
     (folder / "config.json").write_text(json.dumps({**sections, "provenance": origins}))
     (folder / "log.txt").write_text("first line\nlast line\n")

@@ -22,12 +22,6 @@ def test_rows_are_named_by_section_and_field_and_hold_no_secret() -> None:
     assert given(FIRST) == ["optim.lr", "report.run_dir"] and given({}) == []
 
 
-def test_a_run_of_an_older_version_is_compared_by_field() -> None:
-    older = {"control": {"save_interval": 5}, "provenance": {"control.save_interval": "given"}}
-    newer = {"saving": {"save_interval": 5}, "provenance": {"saving.save_interval": "given"}}
-    assert rows(older) == rows(newer) and given(older) == given(newer) == ["saving.save_interval"]
-
-
 def test_differences_end_with_the_folders() -> None:
     second = {**FIRST, "report": {"run_dir": "runs/b"}, "optim": {"lr": 0.002, "beta": 1}}
     assert differences([rows(FIRST), rows(second)]) == ["optim.lr", "optim.beta", "report.run_dir"]

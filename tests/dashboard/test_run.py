@@ -30,7 +30,7 @@ def age(path: Path, seconds: float) -> None:
 
 
 def test_a_run_from_its_first_step_to_its_end(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "first", steps=200, control={"save": "/checkpoints/first"})
+    folder = write_run(tmp_path / "first", steps=200, saving={"save": "/checkpoints/first"})
     run = opened(folder)
     summary = run.summary()
     assert (summary["name"], summary["state"], summary["iteration"], summary["points"]) == (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron.config.sections.optimizers import OPTIMIZERS
-from megatron.engine.deepspeed_setup import build_optimizer, set_learning_rate, set_weight_decay
+from megatron.engine.deepspeed_setup import build_optimizer, set_rates
 from megatron.engine.engine import Engine
 from megatron.engine.optimizers.plans import PLANS, plan_of
 from megatron.errors import ConfigError
@@ -83,10 +83,10 @@ def test_groups_differ_in_weight_decay_and_learning_rate() -> None:
         {"0.weight"},
         {"0.bias", "1.weight", "1.bias"},
     ]
-    set_learning_rate(optimizer, 0.8)
+    set_rates(optimizer, 0.8)
     found = [(group["lr"], group["eps"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [(0.2, 0.25e-6, 0.3), (0.8, 1e-6, 0.3), (0.8, 1e-6, 0.0)]
-    set_weight_decay(optimizer, 0.5)
+    set_rates(optimizer, 0.8, 0.5)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.5, 0.0]
 
 

@@ -12,13 +12,13 @@ import pytest
 
 from megatron.config import parse, parse_flags
 from megatron.config.program_flags import parse_over
-from megatron.evaluation.tasks.tasks_file import read_tasks
 from tests.helpers.commands.recording_shell import recorded
 from tools.chat import ChatFlags
 from tools.corpus.build_demo_corpus import DemoCorpusFlags
 from tools.evaluate import EvaluateFlags
 from tools.preprocess_data import PreprocessFlags
 from tools.train_tokenizer import TrainTokenizerFlags
+from trident.evaluate.tasks.tasks_file import read_tasks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = (EXAMPLES / "chat.sh").read_text()

@@ -11,14 +11,14 @@ from megatron.data.datasets.examples.example_files import read_records
 from megatron.data.formats.indexed import IndexedDataset, check_pair
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.errors import MegatronError
-from megatron.evaluation.item_files import read_lines
-from megatron.evaluation.results import read_results
 from megatron.files.settings import read_json
 from megatron.observe.metrics_file import read_records as read_metrics
 from megatron.tokenizers.tokenizer_files import check_tokenizer_file, read_tokenizer_file
-from megatron.train.callbacks.sample_prompts import read_prompts
 from trident.convert.foreign import newest_folder
 from trident.convert.hugging_face.weight_files import read_json_file
+from trident.evaluate.item_files import read_lines
+from trident.evaluate.results import read_results
+from trident.evaluate.training.sample_prompts import read_prompts
 from trident.launch.hostfile import read_hostfile
 from trident.serve.access import read_token
 

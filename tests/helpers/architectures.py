@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron.config import ModelConfig
-from megatron.engine.stages import stage_bounds
+from megatron.engine.pipeline.chunks import stage_bounds
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh

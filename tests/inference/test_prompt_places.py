@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from megatron.config import EvaluationConfig
-from megatron.inference.generation.completion import LoadedCompleter
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.prompts import encode_prompt
-from megatron.train.callbacks.sample_prompts import open_prompts
 from tests.inference.checkpoints import make_checkpoint
 from tests.tokenizers.framed import framed_choice
 from tools.generate_samples_gpt import GenerateFlags, Generator
+from trident.evaluate.completer import LoadedCompleter
+from trident.evaluate.training.sample_prompts import open_prompts
 from trident.serve.requests.served import served_model
 
 TEXTS = ["def choose(", "a cat", "<s>a cat", "é"]

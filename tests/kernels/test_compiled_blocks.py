@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.kernels.choice import TORCH_KERNELS, Implementation
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import Float8
 from megatron.kernels.native.library import Library
 from megatron.model.blocks.transformer import TransformerBlock
 from megatron.model.interface.step_context import MaskKind, StepSettings

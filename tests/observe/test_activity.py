@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron import log
+from megatron import process_exit
 from megatron.errors import DataError
 from megatron.observe.activity import Activity
 from tests.helpers.tiny_run import train, write_tiny_corpus
@@ -69,8 +69,8 @@ def test_runs_that_stop_or_fail(tmp_path: Path) -> None:
         raise DataError("no such file mongodb://me:hunter2@host/db")
     activity = opened(tmp_path)
     with activity.until_end(lambda: 7):
-        log.record_failure(76, "not this rank's")
-        log.show_failure(DataError("another thread ends the process"))
+        process_exit.record_failure(76, "not this rank's")
+        process_exit.show_failure(DataError("another thread ends the process"))
     torn, *whole = (tmp_path / "events.jsonl").read_text().splitlines()
     ends = [json.loads(line) for line in whole]
     assert torn == '{"kind": "sa' and [end["kind"] for end in ends] == ["stopped", "failed", "failed"]

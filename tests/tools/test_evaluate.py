@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.errors import CheckpointError, ConfigError, DataError, StorageError
-from megatron.evaluation.results import read_results
 from tests.helpers.ranks import run_ranks
 from tests.inference.checkpoints import make_checkpoint
 from tools import evaluate
+from trident.evaluate.results import read_results
 
 TASKS = """
 - {task: perplexity, data: text.txt, window: 32, stride: 8}

@@ -19,7 +19,6 @@ from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
-from megatron.train.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
 from tests.data.datasets.masked.corpora import write_sentences
 from tests.data.datasets.masked.corpora import write_vocabulary as write_masked_vocabulary
 from tests.helpers.ranks import run_ranks
@@ -27,6 +26,7 @@ from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 from tests.helpers.vocabulary import write_vocabulary
 from tests.train.samples import Outcome, optim_config
 from tools import sample_idxs_to_text as tool
+from tools.runs.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
 
 Rows = list[list[int]]
 

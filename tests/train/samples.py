@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.checkpoint.record import Progress
 from megatron.config import ModelConfig, OptimConfig, ReportConfig, RunConfig
+from megatron.config.run_config import sections_of
+from megatron.config.run_sections import fields_of
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.objective.metric import Metric, StepMetrics
 from megatron.observe.metrics import measure
@@ -28,7 +30,11 @@ def run_config(**changes: Any) -> RunConfig:
     """A whole resolved configuration of a tiny run."""
     needed = {"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, "seq_length": 36}
     layout = {"distributed_backend": "gloo", "world_size": 1, "data_parallel_size": 1, "effective_zero_stage": 0}
-    return RunConfig.from_json({"asked": {**vars(model_config()), **needed, **layout, **changes}})
+    values = {**vars(model_config()), **needed, **layout, **changes}
+    fields = {name: {field.name for field in fields_of(section)} for name, section in sections_of(RunConfig).items()}
+    saved = {name: {field: values.pop(field) for field in names & values.keys()} for name, names in fields.items()}
+    assert not values, values
+    return RunConfig.from_json(saved)
 
 
 def model_config(**changes: Any) -> ModelConfig:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, RunConfig, flag, parse_flags
 from megatron.errors import CheckpointError, ConfigError
 
@@ -137,4 +137,4 @@ def _tokenizer(flags: ExportFlags, config: RunConfig, checkpoint: Path) -> Token
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -19,9 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, RunConfig, flag, parse_flags
-from megatron.config.resolve import padded_vocab_size
 
 _NAMINGS = {"universal": ("bigscience", "deepspeedai", "classic"), "torch": ("core", "classic")}
 
@@ -70,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     checkpoint = OpenCheckpoint.newest(Path(flags.load))
     config = RunConfig.from_json(checkpoint.record.config)
     layout = replace(config.parallel, tensor_model_parallel_size=flags.tensor_model_parallel_size)
-    rows, _ = padded_vocab_size(layout, config.model.vocab_size)
+    rows = layout.padded_vocab_size(config.model.vocab_size)
     request = OutputRequest(
         checkpoint,
         Path(flags.output),
@@ -88,4 +87,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

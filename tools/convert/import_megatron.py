@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, required_tokenizer_type
 
@@ -74,4 +74,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 from megatron.errors import DataError, ExitCode
@@ -83,4 +83,4 @@ def _check(prefix: str, show: int, tokenizer: Any) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, required_tokenizer_type
 from megatron.errors import ExitCode
@@ -95,4 +95,4 @@ def _print_result(round_trip: RoundTrip) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 
@@ -215,7 +215,7 @@ def main() -> int:
     from trident.corpus.inputs.input_paths import expand_inputs
     from trident.corpus.workers.progress_line import ProgressLine
 
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     options = flags.options()
     files = expand_inputs(flags.input, options.document_separator)
     progress = ProgressLine(total_bytes(files), flags.log_interval, log.info, log.status_line())
@@ -235,4 +235,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

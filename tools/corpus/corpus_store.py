@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 from megatron.errors import ConfigError, ExitCode
@@ -173,7 +173,7 @@ def _import(flags: ImportFlags) -> int:
     from trident.corpus.stores.writers import open_writer
     from trident.corpus.workers.progress_line import ProgressLine
 
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
     files = expand_inputs(flags.input, separator)
     key, second_key = flags.pair_keys or (flags.json_key, flags.form_key)
@@ -256,4 +256,4 @@ def _lengths(flags: LengthsFlags) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.flags.fields import flags_of
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
@@ -151,7 +151,7 @@ def main() -> int:
     """Runs the tool on the command line's flags."""
     ours, beam = divide(sys.argv[1:])
     flags = parse_flags(FeaturizeFlags, ours, prog="featurize.py", description=__doc__ or "")
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     return run(flags, beam)
 
 
@@ -291,4 +291,4 @@ def _with_beam(
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 
@@ -40,7 +40,7 @@ def main() -> int:
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
     from trident.corpus.featurize.windows_to_tokens import windows_to_tokens
 
-    log.interrupt_on_sigterm()
+    process_exit.interrupt_on_sigterm()
     record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None
     result = windows_to_tokens(flags.windows, flags.output_prefix, record, flags.append_eod)
     kind = "joined" if result.whole else "taken as one document each (their files do not record how they were cut)"
@@ -52,4 +52,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 
 
@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         unnamed="--results",
     )
 
-    from megatron.evaluation.results import read_results
-    from megatron.evaluation.significance import Resampling, compare_results, comparison_lines
     from megatron.files.replacing import write_atomically
+    from trident.evaluate.results import read_results
+    from trident.evaluate.significance import Resampling, compare_results, comparison_lines
 
     resampling = Resampling(flags.resamples, flags.confidence, flags.seed)
     first, second = (read_results(Path(path)) for path in flags.results)
@@ -72,4 +72,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import PathUse, flag
 from megatron.config.program_flags import ProgramFlags, read_program, words_of
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.devices is None:
         return show_schedules(flags)
     from megatron.config.parse import read_flags
-    from megatron.config.run_config import DEFAULT
+    from megatron.config.run_sections import DEFAULT
     from trident.plan.requests import request_lines
 
-    provenance = read_flags([*flags.words(), *others]).provenance
+    provenance = read_flags([*flags.words(), *others]).run.provenance
     is_chosen = any(provenance[f"precision.{name}"] != DEFAULT for name in ("fp16", "bf16"))
     precision = [] if is_chosen else ["--bf16"]
     trainer = [*precision, *flags.words(), *others]
@@ -103,4 +103,4 @@ def show_schedules(flags: PlanFlags) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

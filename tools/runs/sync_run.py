@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import DamagedError, StorageError
 
@@ -60,15 +60,15 @@ def _turns(every_seconds: int | None) -> Iterator[None]:
 
 
 def _copy(flags: SyncFlags) -> None:
-    from trident.checkpoints.run_copy import copy_run, place_of
+    from trident.checkpoints.run_copy import RunCopy, place_of
 
     place = place_of(flags.to)
-    copied = copy_run(Path(flags.run), place, log.line)
+    copy = RunCopy(Path(flags.run), place, log.line)
+    copy.update()
     log.line(
-        f"{place}: sent {len(copied.checkpoints)} checkpoints and {len(copied.files)} other files, "
-        f"{copied.size_bytes} bytes"
+        f"{place}: sent {len(copy.checkpoints)} checkpoints and {len(copy.files)} other files, {copy.size_bytes} bytes"
     )
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import log
+from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import NumericsError
 from megatron.parallel.rank_start import begin_rank
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron import device
 
     device.choose_accelerator()
-    from megatron.train.zero_table import TableRun, cells_of, largest_difference, measure_cells, table_lines
+    from tools.runs.zero_stages import TableRun, cells_of, largest_difference, measure_cells, table_lines
 
     sizes = {field.name: getattr(flags, field.name) for field in dataclasses.fields(TableRun)}
     rank, rows = measure_cells(TableRun(**sizes), cells_of(flags.dtype))
@@ -70,4 +70,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
@@ -29,62 +29,122 @@ from megatron.files.plain import open_plain, parse_json, read_plain, sha256_of
 _CHECKPOINT = "iter_"
 
 
-@dataclass(frozen=True)
-class Copied:
-    """What a copy has sent.
+@dataclass
+class RunCopy:
+    """A copy of a run's folder in the folder of the same name in a place, and what was sent of it.
 
     Attributes:
+        say: called for each checkpoint that was sent.
         checkpoints: folders that were sent, relative to the run.
         files: the other files that were sent.
         size_bytes: of both.
     """
 
-    checkpoints: tuple[str, ...]
-    files: tuple[str, ...]
-    size_bytes: int
+    run: Path
+    place: CopyPlace
+    say: Callable[[str], None] = lambda text: None
+    checkpoints: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    size_bytes: int = 0
 
+    def update(self) -> None:
+        """Sends what is new.
 
-def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = lambda text: None) -> Copied:
-    """Sends what is new in a run's folder to the folder of the same name in a place.
+        Raises:
+            ConfigError: there is no such folder, or the destination is in it.
+            CheckpointError: the place holds another run's checkpoint of the same step.
+            DamagedError: a checkpoint does not match its manifest; everything else was sent.
+            StorageError: the place cannot be read or written, or what arrived is not what was sent.
+        """
+        run = self.run = self.run.resolve()
+        if not run.is_dir():
+            raise ConfigError(f"{run} is not a folder. Give the folder of a run, such as logs/NAME.")
+        if self.place.is_inside(run):
+            raise ConfigError(f"{self.place} is inside {run}, the folder to copy. Give a directory outside of it.")
+        plain = list(_plain_files(run))
+        for path in [path for path in plain if path.name != HINT_NAME]:
+            self._send_file(path)
+        damaged: list[DamagedError] = []
+        for folder in sorted(_checkpoints(run), key=lambda path: path.name):
+            try:
+                self._send_checkpoint(folder)
+            except DamagedError as damage:  # is no reason to leave out later ones
+                damaged.append(damage)
+        for path in [path for path in plain if path.name == HINT_NAME]:
+            self._send_file(path)
+        if damaged:
+            raise damaged[0]
+        self.place.sweep(PurePosixPath(run.name))
 
-    Args:
-        say: called for each checkpoint that was sent.
+    def _send_checkpoint(self, folder: Path) -> None:
+        """Sends a checkpoint, unless it is there already or is none.
 
-    Raises:
-        ConfigError: there is no such folder, or the destination is in it.
-        CheckpointError: the place holds another run's checkpoint of the same step.
-        DamagedError: a checkpoint does not match its manifest; everything else was sent.
-        StorageError: the place cannot be read or written, or what arrived is not what was sent.
-    """
-    run = run.resolve()
-    if not run.is_dir():
-        raise ConfigError(f"{run} is not a folder. Give the folder of a run, such as logs/NAME.")
-    if place.is_inside(run):
-        raise ConfigError(f"{place} is inside {run}, the folder to copy. Give a directory outside of it.")
-    target = PurePosixPath(run.name)
-    checkpoints: list[str] = []
-    files: list[str] = []
-    sent_bytes = 0
-    plain = list(_plain_files(run))
-    for path in [path for path in plain if path.name != HINT_NAME]:
-        sent_bytes += _copy_file(run, path, place, target, files)
-    damaged: list[DamagedError] = []
-    for folder in sorted(_checkpoints(run), key=lambda path: path.name):
-        size = None
+        That the right manifest is there under the final name says so: it got the name when all files had been compared.
+        """
+        place, name = self.place, folder.relative_to(self.run).as_posix()
         try:
-            size = _copy_checkpoint(run, folder, place, target, say)
-        except DamagedError as damage:  # is no reason to leave out later ones
-            damaged.append(damage)
-        if size is not None:
-            checkpoints.append(folder.relative_to(run).as_posix())
-            say(f"copied {checkpoints[-1]} ({size} bytes)")
-            sent_bytes += size
-    for path in [path for path in plain if path.name == HINT_NAME]:
-        sent_bytes += _copy_file(run, path, place, target, files)
-    if damaged:
-        raise damaged[0]
-    place.sweep(target)
-    return Copied(tuple(checkpoints), tuple(files), sent_bytes)
+            manifest = read_manifest(folder, Storage())
+            text = read_plain(folder / MANIFEST_NAME)
+        except (DamagedError, FileNotFoundError) as failure:
+            if folder.exists():  # otherwise the run has deleted it meanwhile
+                self.say(f"left out {folder}: {failure}")
+            return
+        final = PurePosixPath(self.run.name, name)
+        digest = hashlib.sha256(text).hexdigest()
+        there = place.digests(final, (MANIFEST_NAME,)).get(MANIFEST_NAME)
+        if there == digest:
+            return
+        if there is not None:
+            _check_same_run(place, final, folder, manifest)
+        wanted = {index.name: index.sha256 for index in manifest.indexes}
+        wanted |= {file.name: file.sha256 for file in manifest.files} | {MANIFEST_NAME: digest}
+        temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest}")
+        arrived = place.digests(temporary, tuple(wanted))
+        sent_bytes = 0
+        for part, right in wanted.items():
+            try:
+                with open_plain(folder / part, buffering=0) as source:
+                    size_bytes = os.fstat(source.fileno()).st_size
+                    if arrived.get(part) == right or place.write(temporary / part, source, size_bytes) == right:
+                        sent_bytes += size_bytes
+                        continue
+                problem = f"{part} of {folder} does not match its manifest after it was copied to {place}"
+            except OSError as failure:
+                problem = f"{folder / part} cannot be read: {failure.strerror}"
+            if stored_digest(folder, Storage()) != manifest.digest:
+                self.say(f"left out {folder}: the run has deleted or replaced it meanwhile")
+                return
+            raise DamagedError(
+                f"{problem}. Check the checkpoint (python tools/checkpoints.py verify {folder.parent}), then copy it "
+                "again."
+            )
+        place.rename(temporary, final, replaces=there is not None)
+        self.checkpoints.append(name)
+        self.size_bytes += sent_bytes
+        self.say(f"copied {name} ({sent_bytes} bytes)")
+
+    def _send_file(self, path: Path) -> None:
+        """Sends a file as it is now, unless the same is there."""
+        place, name = self.place, path.relative_to(self.run).as_posix()
+        final = PurePosixPath(self.run.name, name)
+        temporary = final.with_name(f".{final.name}{_PARTIAL}")
+        try:
+            with open_plain(path, buffering=0) as source:
+                digest, size_bytes = sha256_of(source), source.tell()
+                if place.digests(final.parent, (final.name,)).get(final.name) == digest:
+                    return
+                source.seek(0)
+                if place.write(temporary, source, size_bytes) != digest:  # what is appended meanwhile is not sent
+                    raise StorageError(f"{path} is not the same after it was copied to {place}. Copy it again.")
+        except FileNotFoundError:  # the run has removed it
+            return
+        except OSError as failure:
+            raise StorageError(
+                f"{path} cannot be read: {failure.strerror}. Give this user the right to read it."
+            ) from failure
+        place.rename(temporary, final, replaces=True)
+        self.files.append(name)
+        self.size_bytes += size_bytes
 
 
 def _checkpoints(run: Path) -> Iterator[Path]:
@@ -104,52 +164,6 @@ def _plain_files(run: Path) -> Iterator[Path]:
             yield path
 
 
-def _copy_checkpoint(
-    run: Path, folder: Path, place: CopyPlace, target: PurePosixPath, say: Callable[[str], None]
-) -> int | None:
-    """Sends a checkpoint; None if it is there already, or is none.
-
-    That the right manifest is there under the final name says so: it got the name when all files had been compared.
-    """
-    try:
-        manifest = read_manifest(folder, Storage())
-        text = read_plain(folder / MANIFEST_NAME)
-    except (DamagedError, FileNotFoundError) as failure:
-        if folder.exists():  # otherwise the run has deleted it meanwhile
-            say(f"left out {folder}: {failure}")
-        return None
-    final = target / folder.relative_to(run).as_posix()
-    digest = hashlib.sha256(text).hexdigest()
-    there = place.digests(final, (MANIFEST_NAME,)).get(MANIFEST_NAME)
-    if there == digest:
-        return None
-    if there is not None:
-        _check_same_run(place, final, folder, manifest)
-    wanted = {index.name: index.sha256 for index in manifest.indexes}
-    wanted |= {file.name: file.sha256 for file in manifest.files} | {MANIFEST_NAME: digest}
-    temporary = final.with_name(f"{TEMPORARY_PREFIX}{final.name}-{digest}")
-    arrived = place.digests(temporary, tuple(wanted))
-    sent_bytes = 0
-    for name, right in wanted.items():
-        try:
-            with open_plain(folder / name, buffering=0) as source:
-                size_bytes = os.fstat(source.fileno()).st_size
-                if arrived.get(name) == right or place.write(temporary / name, source, size_bytes) == right:
-                    sent_bytes += size_bytes
-                    continue
-            problem = f"{name} of {folder} does not match its manifest after it was copied to {place}"
-        except OSError as failure:
-            problem = f"{folder / name} cannot be read: {failure.strerror}"
-        if stored_digest(folder, Storage()) != manifest.digest:
-            say(f"left out {folder}: the run has deleted or replaced it meanwhile")
-            return None
-        raise DamagedError(
-            f"{problem}. Check the checkpoint (python tools/checkpoints.py verify {folder.parent}), then copy it again."
-        )
-    place.rename(temporary, final, replaces=there is not None)
-    return sent_bytes
-
-
 def _check_same_run(place: CopyPlace, final: PurePosixPath, folder: Path, manifest: Manifest) -> None:
     """Checks that a step was saved again by the run whose checkpoint of this step is there.
 
@@ -165,29 +179,6 @@ def _check_same_run(place: CopyPlace, final: PurePosixPath, folder: Path, manife
             f"{place} holds another run's checkpoint {final} than {folder}. Copy the run to another place, or remove "
             "the one that is there."
         )
-
-
-def _copy_file(run: Path, path: Path, place: CopyPlace, target: PurePosixPath, files: list[str]) -> int:
-    """Sends a file as it is now, and adds it to those that were sent, unless the same is there; its size in bytes."""
-    final = target / path.relative_to(run).as_posix()
-    temporary = final.with_name(f".{final.name}{_PARTIAL}")
-    try:
-        with open_plain(path, buffering=0) as source:
-            digest, size_bytes = sha256_of(source), source.tell()
-            if place.digests(final.parent, (final.name,)).get(final.name) == digest:
-                return 0
-            source.seek(0)
-            if place.write(temporary, source, size_bytes) != digest:  # what is appended meanwhile is not sent
-                raise StorageError(f"{path} is not the same after it was copied to {place}. Copy it again.")
-    except FileNotFoundError:  # the run has removed it
-        return 0
-    except OSError as failure:
-        raise StorageError(
-            f"{path} cannot be read: {failure.strerror}. Give this user the right to read it."
-        ) from failure
-    place.rename(temporary, final, replaces=True)
-    files.append(path.relative_to(run).as_posix())
-    return size_bytes
 
 
 _PARTIAL = ".partial"

@@ -12,7 +12,6 @@ import torch
 
 from megatron.checkpoint.catalogue import ITEM_BYTES, CheckpointTensor
 from megatron.checkpoint.recovery import OpenCheckpoint
-from megatron.config.run_config import in_current_sections
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import Kind
 from trident.checkpoints.slices import batches
@@ -215,7 +214,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a stored configuration by "section.field"; where they came from is left out."""
     return {
         f"{section}.{name}": value
-        for section, entries in in_current_sections(config).items()
+        for section, entries in config.items()
         if section != "provenance" and isinstance(entries, Mapping)
         for name, value in entries.items()
     }

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.config.run_config import in_current_sections
 from megatron.secret_text import masked
 
 _LONGEST_VALUE = 2_000
@@ -17,7 +16,7 @@ _PLACES = frozenset({"report.run_dir", "saving.save", "loading.load", "report.wa
 def rows(config: Mapping[str, Any]) -> dict[str, str]:
     """The values by "section.field", as text, without the secrets of addresses."""
     table = {}
-    for section, fields in in_current_sections(config).items():
+    for section, fields in config.items():
         if section == "provenance":
             continue
         for name, value in fields.items() if isinstance(fields, dict) else [("", fields)]:
@@ -28,7 +27,7 @@ def rows(config: Mapping[str, Any]) -> dict[str, str]:
 
 def given(config: Mapping[str, Any]) -> list[str]:
     """Which fields were set by the user, as "section.field"."""
-    origins = in_current_sections(config).get("provenance")
+    origins = config.get("provenance")
     entries = origins.items() if isinstance(origins, dict) else []
     return sorted(name for name, origin in entries if origin not in ("default", "derived"))
 

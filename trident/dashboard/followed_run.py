@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from megatron import log
-from megatron.config.run_config import in_current_sections
 from megatron.errors import printable
 from megatron.secret_text import masked
 from trident.dashboard import events, records
@@ -243,7 +242,7 @@ class DashboardRun:
 
     def save_folder(self) -> Path | None:
         """Where the run's configuration says that its checkpoints are."""
-        saving = in_current_sections(self._config).get("saving")
+        saving = self._config.get("saving")
         folder = saving.get("save") if isinstance(saving, dict) else None
         return Path(folder) if isinstance(folder, str) and folder else None
 

@@ -14,7 +14,8 @@ from types import MappingProxyType
 
 from megatron import log
 from megatron.config import NO_PROGRAM, ConfigSection, PathUse, Program, flag, parse
-from megatron.config.world import fit_layout, world_problems
+from megatron.config.elastic import fit_layout
+from megatron.config.rules.checking import world_problems
 from megatron.errors import ConfigError, ExitCode
 from megatron.secret_text import masked
 from trident.launch.hostfile import Host, named_hosts, read_hostfile

@@ -10,13 +10,13 @@ from typing import Any
 
 from megatron.config import NO_PROGRAM, Machine, Program, RunRequest, TokenizerFacts, resolve
 from megatron.config.parse import read_flags
-from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.program_flags import flags_with_fields
-from megatron.config.run_config import GIVEN
+from megatron.config.rules.checking import world_problems
+from megatron.config.run_sections import GIVEN
+from megatron.config.schedule import batch_sizes
 from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.parallel import RING
 from megatron.config.sections.pipelines import is_schedule_file
-from megatron.config.world import batch_sizes, world_problems
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.division import Division
@@ -78,7 +78,7 @@ def read_planned(argv: Sequence[str], program: Program = NO_PROGRAM) -> tuple[li
     """
     draft = read_flags(argv, program=program)
     placeholders = dict(_PLACEHOLDERS)
-    context = draft.sections["model"].max_position_embeddings
+    context = draft.run.model.max_position_embeddings
     if isinstance(context, int):
         placeholders["--seq-length"] = str(context)
     missing = {
@@ -88,7 +88,7 @@ def read_planned(argv: Sequence[str], program: Program = NO_PROGRAM) -> tuple[li
     }
     words = [*argv, *(word for pair in missing.items() for word in pair)]
     request = read_flags(words, program=program).request()
-    return words, dataclasses.replace(request, provenance=draft.provenance)
+    return words, dataclasses.replace(request, provenance=draft.run.provenance)
 
 
 def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
@@ -170,7 +170,7 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
     """The layout that a request asks for on this many devices, of which its replicas take a whole part."""
     parallel, layers = request.parallel, request.model.num_layers
     dp = max(1, devices // parallel.replica_size)
-    micro, batch, _ = batch_sizes(request.optim, dp)
+    micro, batch = batch_sizes(request.optim, dp)
     recompute = request.recompute
     kind = BLOCKS if recompute.checkpoint_activations else ATTENTION if recompute.recomputes_attention else NOTHING
     return Layout(
@@ -181,8 +181,8 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
         pp=parallel.pipeline_model_parallel_size,
         dp=dp,
         splits_sequence=parallel.splits_sequence,
-        schedule=schedule_name(parallel, layers),
-        chunks=chunks_per_rank(parallel, layers),
+        schedule=parallel.schedule_for(layers),
+        chunks=parallel.chunks_for(layers),
         zero=parallel.zero_stage,
         recompute=kind,
         micro_batch=micro,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megatron.config.layout import divisors
+from megatron.config.rules.layout import divisors
 from megatron.config.sections.pipelines import DEFAULT_ENGINE, ENGINES, SCHEDULE_CHUNKS
 from megatron.parallel.schedule.actions import Placement
 from trident.plan.job import Job

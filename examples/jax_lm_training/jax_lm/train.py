@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import pretrain_gpt
 from examples.jax_lm_training.jax_lm.flags import JaxLmFlags
-from megatron import log
+from megatron import process_exit
 from megatron.config.program_flags import read_program
 from megatron.parallel.rank_start import begin_rank
 
@@ -31,4 +31,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

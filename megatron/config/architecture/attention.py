@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.architecture.dropout import dropout_problems
-from megatron.config.architecture.latent_attention import LatentAttentionFields, latent_score_factor
+from megatron.config.architecture.latent_attention import latent_score_factor
 from megatron.config.flags.fields import flag, network_flag
+from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError
 
 # What the denominator of the softmax has besides its keys: nothing, a logit of 0, a learned logit per head.
@@ -17,7 +16,7 @@ VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"
 _LARGEST_POWER = 6
 
 
-def _head_width(model: AttentionFields) -> int:
+def _head_width(model: Any) -> int:
     """The width of a head that is not given."""
     if model.multi_latent_attention:
         return model.qk_head_dim + model.qk_pos_emb_head_dim
@@ -47,7 +46,7 @@ def _softmax_scale(model: Any) -> float | None:
 
 
 @dataclass(frozen=True)
-class AttentionFields(LatentAttentionFields):
+class AttentionFields(ConfigSection):
     """Shape and scores of attention."""
 
     num_layers: int = network_flag(help="transformer blocks in the whole model", at_least=1, at_most=10_000)
@@ -104,36 +103,3 @@ class AttentionFields(LatentAttentionFields):
         choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
     )
     attention_dropout: float = flag(0.1, "dropout on attention probabilities", at_least=0, below=1)
-
-    def alike(self, layer: int) -> int:
-        """The block that block `layer` is like: itself, and of those of multi-token prediction the last one."""
-        return min(layer, self.num_layers - 1)
-
-    def window_of(self, layer: int) -> int | None:
-        """The window of block `layer` in tokens, itself included; None for full attention."""
-        pattern = self.attention_window_pattern
-        windowed = not pattern or bool(pattern[self.alike(layer) % len(pattern)])
-        return self.attention_window if windowed else None
-
-    @property
-    def widest_window(self) -> int | None:
-        """The window, if every block has it; None if a token may attend to all others in some."""
-        is_full = any(self.window_of(layer) is None for layer in range(self.num_layers))
-        return None if is_full else self.attention_window
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        heads, groups = self.num_attention_heads, self.num_query_groups
-        if groups > 0 and heads % groups:
-            yield (
-                f"--num-attention-heads {heads} cannot be divided into --num-query-groups {groups}. The heads must be "
-                f"a multiple of the groups."
-            )
-        yield from dropout_problems("--attention-dropout", self.attention_dropout)
-        if self.softmax_type != VANILLA and self.attention_dropout > 0:
-            yield (
-                f"--attention-dropout {self.attention_dropout:g} does not go with --softmax-type {self.softmax_type}, "
-                "whose attention has no dropout. Use --attention-dropout 0."
-            )
-        if self.attention_window_pattern and self.attention_window is None:
-            yield "--attention-window-pattern needs --attention-window, the number of tokens."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import network_flag
@@ -36,16 +35,3 @@ class EncoderFields(ConfigSection):
         "a pooler over the first token that tells whether the two segments of a sample were swapped",
         spelled=("--bert-no-binary-head",),
     )
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        asked = {
-            f"--num-token-types {self.token_types}": self.token_types > 0 and not self.sentence_order_head,
-            "--masked-lm-head": self.masked_lm_head,
-            "--sentence-order-head": self.sentence_order_head,
-        }
-        parts = [option for option, is_asked in asked.items() if is_asked]
-        if parts and not self.bidirectional:
-            yield (
-                f"{', '.join(parts)}: only encoders have this. Add --bidirectional, use pretrain_bert.py, or drop it."
-            )

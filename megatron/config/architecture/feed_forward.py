@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.architecture.attention import AttentionFields
-from megatron.config.architecture.dropout import dropout_problems
 from megatron.config.flags.fields import flag, network_flag
+from megatron.config.flags.section import ConfigSection
 
 MICRO_BATCH, SAMPLE, GLOBAL = "micro_batch", "sample", "global"
 BY_PROBABILITY, BY_POSITION = "probs", "position"
@@ -15,7 +13,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"
 
 
 @dataclass(frozen=True)
-class FeedForwardFields(AttentionFields):
+class FeedForwardFields(ConfigSection):
     """The dense feed-forward layer."""
 
     ffn_hidden_size: int = network_flag(
@@ -47,13 +45,9 @@ class FeedForwardFields(AttentionFields):
     )
     hidden_dropout: float = flag(0.1, "dropout on block outputs and on the embedding", at_least=0, below=1)
 
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from dropout_problems("--hidden-dropout", self.hidden_dropout)
-
 
 @dataclass(frozen=True)
-class ExpertFields(FeedForwardFields):
+class ExpertFields(ConfigSection):
     """Mixture of experts: routed feed-forward layers.
 
     Source of the flags: NVIDIA Megatron-LM `megatron/training/arguments.py`, `_add_moe_args`, and deepspeedai's fork.
@@ -152,37 +146,6 @@ class ExpertFields(FeedForwardFields):
     )
     moe_z_loss_coeff: float = flag(0.0, "coefficient of the router's z-loss", at_least=0)
 
-    def complete(self) -> None:
-        super().complete()
-        counts = self.moe_expert_counts
-        if not counts:
-            return
-        if self.num_experts == 1:
-            self.set_derived("num_experts", max(counts))
-        if not self.moe_layer_pattern and len(counts) == self.num_layers // 2 != self.num_layers:
-            self.set_derived("moe_layer_pattern", (0, 1))
-        if set(counts) == {self.num_experts} and len(counts) == self._expert_layers:
-            self.set_derived("moe_expert_counts", ())  # what one number for all layers means
-
-    def experts_of(self, layer: int) -> int:
-        """Feed-forward networks of block `layer` that tokens are routed to; 1 for a dense layer."""
-        if not self._may_have_experts(layer):
-            return 1
-        if not self.moe_expert_counts:
-            return self.num_experts
-        place = sum(self._may_have_experts(before) for before in range(self.alike(layer)))
-        return self.moe_expert_counts[place]
-
-    @property
-    def expert_counts(self) -> tuple[int, ...]:
-        """The numbers of experts of the layers that have some."""
-        counts = (self.moe_expert_counts or (self.num_experts,)) if self.num_experts > 1 else ()
-        return tuple(count for count in counts if count > 1)
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether block `layer` routes tokens to experts."""
-        return self.experts_of(layer) > 1
-
     @property
     def drops_tokens(self) -> bool:
         """Whether an expert takes only so many tokens."""
@@ -199,106 +162,3 @@ class ExpertFields(FeedForwardFields):
     def balances_global_batch(self) -> bool:
         """Whether there is a load-balancing loss for the global batch."""
         return self.moe_aux_loss_scope == GLOBAL and self.moe_aux_loss_coeff > 0
-
-    @property
-    def _expert_layers(self) -> int:
-        """Layers that may have experts."""
-        return sum(self._may_have_experts(layer) for layer in range(self.num_layers))
-
-    def _may_have_experts(self, layer: int) -> bool:
-        pattern = self.moe_layer_pattern
-        return not pattern or bool(pattern[self.alike(layer) % len(pattern)])
-
-    @property
-    def widths(self) -> dict[str, int]:
-        """The widths of the feed-forward layers that tensor-parallel ranks divide, by flag: the inner ones, and that of
-        the experts' second biases.
-        """
-        if self.num_experts == 1:
-            return {"--ffn-hidden-size": self.ffn_hidden_size}
-        widths = {"--moe-ffn-hidden-size": self.moe_ffn_hidden_size}
-        if self.moe_residual or 0 in self.moe_layer_pattern[: self.num_layers] or 1 in self.moe_expert_counts:
-            widths["--ffn-hidden-size"] = self.ffn_hidden_size
-        if self.moe_mlp_bias:
-            widths["--hidden-size"] = self.hidden_size
-        if self.moe_shared_expert_intermediate_size:
-            widths["--moe-shared-expert-intermediate-size"] = self.moe_shared_expert_intermediate_size
-        return widths
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        yield from self._count_problems()
-        if self.num_experts > 1 and not any(map(self._may_have_experts, range(self.num_layers))):
-            pattern = " ".join(map(str, self.moe_layer_pattern))
-            yield (
-                f"--num-experts {self.num_experts} with --moe-layer-pattern {pattern} gives none of the "
-                f"{self.num_layers} layers experts. Use a pattern with a 1 for one of them, or drop --num-experts."
-            )
-        fewest = min((count for count in self.moe_expert_counts if count > 1), default=self.num_experts)
-        if self.num_experts > 1 and self.moe_router_topk > fewest:
-            yield (
-                f"--moe-router-topk {self.moe_router_topk} is more than --num-experts {fewest}. A token "
-                f"cannot go to more experts than there are."
-            )
-        if self.num_experts > 1:
-            yield from self._group_problems()
-        if self.num_experts > 1 and self.moe_router_topk == 1 and not self.keeps_scores:
-            yield (
-                f"--moe-router-topk 1 with --num-experts {self.num_experts} needs --moe-router-pre-softmax. The "
-                "weights of the chosen experts sum to 1, so the weight of a single one is constant and the router "
-                "would learn nothing."
-            )
-
-    def _group_problems(self) -> Iterator[str]:
-        """Groups of equal size, of which a token takes as many as it has experts at most."""
-        groups, chosen, top_k = self.moe_router_num_groups, self.moe_router_group_topk, self.moe_router_topk
-        if (groups is None and chosen is None) or groups == 0:
-            return
-        if groups is None or chosen is None:
-            given, other = ("group-topk", "num-groups") if groups is None else ("num-groups", "group-topk")
-            yield (
-                f"--moe-router-{given} {chosen if groups is None else groups} needs --moe-router-{other}. Give both, "
-                "or drop it."
-            )
-            return
-        counts = sorted({count for count in self.moe_expert_counts if count > 1} or {self.num_experts})
-        uneven = next((count for count in counts if count % groups), None)
-        if uneven is not None:
-            sizes = (size for size in range(1, counts[0] + 1) if not any(count % size for count in counts))
-            nearest = min(sizes, key=lambda size: abs(size - groups))
-            yield (
-                f"--num-experts {uneven} cannot be divided into --moe-router-num-groups {groups} of equal size. Use "
-                f"--moe-router-num-groups {nearest}."
-            )
-            return
-        within = min(counts) // groups
-        least, most = -(-top_k // within), min(groups, top_k)
-        if not least <= chosen <= most:
-            yield (
-                f"--moe-router-group-topk {chosen} does not go with --moe-router-topk {top_k} and "
-                f"--moe-router-num-groups {groups} of {within} experts: a token's experts lie in {least} to {most} "
-                f"groups. Use --moe-router-group-topk {min(max(chosen, least), most)}."
-            )
-        elif (counted := self.moe_router_group_scored_experts) > within:
-            yield (
-                f"--moe-router-group-scored-experts {counted} is more than the {within} experts of a group "
-                f"(--num-experts {min(counts)}, --moe-router-num-groups {groups}). Use at most {within}."
-            )
-
-    def _count_problems(self) -> Iterator[str]:
-        """Numbers of experts by layer: one for each layer that has some, and the largest equals --num-experts."""
-        counts = self.moe_expert_counts
-        if not counts:
-            return
-        shown = " ".join(map(str, counts))
-        layers = self._expert_layers
-        if len(counts) != layers:
-            yield (
-                f"--num-experts {shown} has {len(counts)} numbers, and {layers} of the {self.num_layers} layers "
-                f"have experts (--num-layers, --moe-layer-pattern). Give {layers} numbers, or one for all layers."
-            )
-        if max(counts) != self.num_experts:
-            yield (
-                f"--num-experts {self.num_experts} is not the largest of --moe-expert-counts {shown}. Drop "
-                "--num-experts, which follows from them."
-            )

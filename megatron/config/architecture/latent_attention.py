@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.architecture.positions import ROPE
 from megatron.config.flags.fields import SMALLEST_FLOAT32, network_flag
 from megatron.config.flags.section import ConfigSection
 
@@ -48,51 +46,9 @@ class LatentAttentionFields(ConfigSection):
     )
 
     @property
-    def value_channels(self) -> int:
-        """The width of a head's values."""
-        model: Any = self
-        return self.v_head_dim if self.multi_latent_attention else int(model.kv_channels)
-
-    @property
-    def yarn_factor(self) -> float:
-        """The factor of cosine and sine that YaRN has if none is given."""
-        model: Any = self
-        factor = model.rope_scaling_factor
-        if not self.multi_latent_attention:
-            return yarn_magnitude(factor, 1.0)
-        return yarn_magnitude(factor, self.mscale) / yarn_magnitude(factor, self.mscale_all_dim)
-
-    @property
     def latent_width(self) -> int:
         """Numbers that generation keeps of a token in every layer: the latent, and the rotated part of the keys."""
         return self.kv_lora_rank + self.qk_pos_emb_head_dim
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if not self.multi_latent_attention:
-            return
-        model: Any = self  # the whole architecture, of which this is a part
-        width = self.qk_head_dim + self.qk_pos_emb_head_dim
-        if (rotated := self.qk_pos_emb_head_dim) % 2:
-            yield f"--qk-pos-emb-head-dim {rotated} is odd, and channels are rotated in pairs. Use {rotated + 1}."
-        if self.v_head_dim > width:
-            yield (
-                f"--v-head-dim {self.v_head_dim} is more than the {width} channels of queries and keys (--qk-head-dim "
-                f"+ --qk-pos-emb-head-dim), which is not supported. Use at most {width}."
-            )
-        for is_wrong, flag, way_out in (
-            (model.position_embedding_type != ROPE, f"--position-embedding-type {model.position_embedding_type}",
-             "Use --position-embedding-type rope."),
-            (model.num_query_groups != model.num_attention_heads, f"--num-query-groups {model.num_query_groups}",
-             "All heads share one latent already; drop it."),
-            (model.rotary_percent != 1, f"--rotary-percent {model.rotary_percent:g}",
-             "Use --qk-pos-emb-head-dim for the number of rotated channels."),
-            (bool(model.rope_layer_pattern), "--rope-layer-pattern", "Drop it: every layer rotates."),
-            (model.bidirectional, "--bidirectional", "Drop one of the two."),
-            (model.attention_output_gate, "--attention-output-gate", "Drop one of the two."),
-        ):  # fmt: skip
-            if is_wrong:
-                yield f"{flag} does not go with --multi-latent-attention. {way_out}"
 
 
 def yarn_magnitude(factor: float, weight: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import SMALLEST_FLOAT32, network_flag
@@ -43,17 +42,3 @@ class NormFields(ConfigSection):
         "attention and feed-forward both read the block's input, and both outputs are added to it",
         spelled=("--use-parallel-residual", "--gpt-j-residual"),
     )
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.apply_residual_connection_post_layernorm and (self.parallel_residual or self.norm_placement != PRE):
-            other = "--parallel-residual" if self.parallel_residual else f"--norm-placement {self.norm_placement}"
-            yield (
-                f"--apply-residual-connection-post-layernorm cannot be combined with {other}. It moves the residual of "
-                "a block with norms before attention and feed-forward; drop one of them."
-            )
-        if self.parallel_residual and self.norm_placement in (POST_BRANCH, POST):
-            yield (
-                f"--parallel-residual cannot be combined with --norm-placement {self.norm_placement}, which has no "
-                "norm before the branches. Drop one of them."
-            )

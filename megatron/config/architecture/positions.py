@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.config.flags.fields import network_flag
 from megatron.config.flags.section import ConfigSection
@@ -98,14 +96,6 @@ class PositionFields(ConfigSection):
         return self.position_embedding_type == ROPE
 
     @property
-    def rotary_width(self) -> int:
-        """The number of channels of a head that are rotated; even."""
-        model: Any = self
-        if model.multi_latent_attention:
-            return int(model.qk_pos_emb_head_dim)
-        return int(model.kv_channels * self.rotary_percent) // 2 * 2
-
-    @property
     def original_context(self) -> int:
         """Tokens of the context that the scalings of the rotation frequencies start from."""
         return self.rope_original_max_positions or self.max_position_embeddings
@@ -130,26 +120,3 @@ class PositionFields(ConfigSection):
         """Whether block `layer` rotates its queries and keys."""
         pattern = self.rope_layer_pattern
         return self.uses_rope and (not pattern or bool(pattern[layer % len(pattern)]))
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if not self.uses_rope and self.rope_layer_pattern:
-            yield "--rope-layer-pattern needs rotary positions. Give --position-embedding-type rope, or drop it."
-        if not self.uses_rope and self.rope_scaling_type != "none":
-            yield (
-                f"--rope-scaling-type {self.rope_scaling_type} needs rotary positions. Give --position-embedding-type "
-                "rope, or drop it."
-            )
-        model: Any = self
-        if self.short_context is not None and isinstance(model.kv_channels, int):
-            short, long, pairs = len(self.rope_short_factors), len(self.rope_long_factors), self.rotary_width // 2
-            if not short == long == pairs:
-                yield (
-                    f"--rope-scaling-type longrope needs --rope-short-factors and --rope-long-factors, {pairs} numbers "
-                    f"each: one for every pair of rotated channels. {short} and {long} were given."
-                )
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            yield (
-                f"--rope-high-freq-factor {self.rope_high_freq_factor} must be more than --rope-low-freq-factor "
-                f"{self.rope_low_freq_factor}. The llama3 scaling interpolates between them."
-            )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.architecture.attention import AttentionFields
 from megatron.config.flags.fields import flag, network_flag
+from megatron.config.flags.section import ConfigSection
 
 NORMAL, TRUNCATED_NORMAL, SMALL = "normal", "truncated_normal", "small"
 XAVIER_UNIFORM, XAVIER_NORMAL = "xavier_uniform", "xavier_normal"
@@ -22,7 +21,7 @@ def _logit_multiplier(model: Any) -> float:
 
 
 @dataclass(frozen=True)
-class ScaleFields(AttentionFields):
+class ScaleFields(ConfigSection):
     """Output head, initial values, muP, and factors of embedding, residual branches and logits.
 
     Source of the muP flags: NVIDIA Megatron-LM `megatron/core/transformer/transformer_config.py`.
@@ -93,31 +92,3 @@ class ScaleFields(AttentionFields):
     output_logit_softcap: float | None = network_flag(
         None, "logits are kept below this by c * tanh(logit / c)", above=0
     )
-
-    @property
-    def width_ratio(self) -> float:
-        """The width in base widths under muP; 1 without it."""
-        base = self.mup_base_hidden_size
-        return self.hidden_size / base if self.use_mup and base and self.hidden_size > 0 else 1.0
-
-    def problems(self) -> Iterator[str]:
-        yield from super().problems()
-        if self.init_method_xavier_uniform and self.init_method != XAVIER_UNIFORM:
-            yield (
-                f"--init-method-xavier-uniform and --init-method {self.init_method} contradict each other. Drop one of "
-                "them."
-            )
-        if self.init_method not in (NORMAL, TRUNCATED_NORMAL) and self.init_method_std != 0.02:
-            yield (
-                f"--init-method-std {self.init_method_std} has no effect with --init-method {self.init_method}, which "
-                "has a standard deviation of its own. Drop one of them."
-            )
-        if self.use_mup and self.init_method in (XAVIER_UNIFORM, XAVIER_NORMAL):
-            yield (
-                f"--use-mup cannot be combined with --init-method {self.init_method}, which scales with the width in "
-                "its own way. Use --init-method normal."
-            )
-        if not self.use_mup:
-            for name in ("mup_base_hidden_size", "mup_base_head_dim"):
-                if getattr(self, name) is not None:
-                    yield f"--{name.replace('_', '-')} {getattr(self, name)} has no effect without --use-mup. Add it."

@@ -41,6 +41,11 @@ def read_settings(path: str) -> dict[str, Any]:
     return checked.settings
 
 
+def offloaded_ratio(zero: Mapping[str, Any]) -> float:
+    """The share of the optimizer's state that is to be offloaded, of a `zero_optimization` section."""
+    return float((zero.get("offload_optimizer") or {}).get("ratio", 1.0))
+
+
 def _checked(path: str) -> CheckedSettings:
     name = f"--deepspeed_config {path}"
     tree = read_json(path, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
@@ -75,15 +74,3 @@ class DistillationConfig(ConfigSection):
     def is_over(self, step: int) -> bool:
         """Whether a run that has taken this many steps continues without the teacher."""
         return not self.is_on or (self.kd_iters is not None and step >= self.kd_iters)
-
-    def problems(self) -> Iterator[str]:
-        if self.is_on and self.load_teacher is None:
-            name = "--kd" if self.kd else "--mos"
-            yield f"{name} needs --load-teacher, the folder of the checkpoint of the teacher."
-        if self.load_teacher is not None and not self.is_on:
-            yield (
-                f"--load-teacher {self.load_teacher} is given without --kd or --mos, so nothing would be learned from "
-                "the teacher. Add --kd, or drop --load-teacher."
-            )
-        if self.is_on and self.kd_alpha_ce == self.kd_beta_ce == 0:
-            yield "--kd-alpha-ce 0 and --kd-beta-ce 0 leave nothing to minimize. Make at least one of them positive."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import RUN_MUST_MATCH, flag
@@ -41,10 +40,3 @@ class FinetuningConfig(ConfigSection):
         "patterns of parameter names, such as 'decoder.layers.[0-3].*', whose weights stay as they are",
         nargs="+",
     )
-
-    def problems(self) -> Iterator[str]:
-        if self.copy_prompt_probability and self.pack_examples:
-            yield (
-                f"--copy-prompt-probability {self.copy_prompt_probability:g} draws whole samples, and with "
-                "--pack-examples a sample is filled with several examples. Drop one of the two."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import RUN_MUST_MATCH, flag
@@ -57,15 +56,3 @@ class LossConfig(ConfigSection):
     def has_prefixes(self) -> bool:
         """Whether tokens attend to a prefix, or to the inputs of a task, in both directions."""
         return self.objective in (PREFIX, MULTITASK)
-
-    def problems(self) -> Iterator[str]:
-        if self.reweight_loss_based_on_position_frequency and self.objective != PREFIX:
-            yield (
-                "--reweight-loss-based-on-position-frequency is for --objective prefix, where random prefixes hide "
-                f"some positions more often than others; this is --objective {self.objective}. Drop the flag."
-            )
-        if self.loss_mean == SAMPLES and self.objective not in (CAUSAL, MULTITASK):
-            yield (
-                f"--loss-mean samples is for --objective {CAUSAL} and {MULTITASK}; --objective {self.objective} "
-                "normalizes its loss in its own way. Drop --loss-mean."
-            )

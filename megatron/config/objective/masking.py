@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import RUN_MUST_MATCH, flag
@@ -83,17 +82,3 @@ class MaskingConfig(ConfigSection):
             f"--seq-length {sequence_length} with --mask-prob {self.mask_prob} leaves no token of a sample to be "
             "predicted. Use longer samples or a larger share."
         )
-
-    def problems(self) -> Iterator[str]:
-        shares = self.random_replace_prob + self.unmask_replace_prob
-        if shares > 1:
-            yield (
-                f"--random-replace-prob {self.random_replace_prob} and --unmask-replace-prob "
-                f"{self.unmask_replace_prob} sum to {shares:g}. They are shares of the tokens to be predicted; lower "
-                "one of them."
-            )
-        if self.masking_ngrams > 1 and self.masked_samples != SENTENCES:
-            yield (
-                f"--masking-ngrams {self.masking_ngrams} is for --masked-samples {SENTENCES}; with "
-                f"{self.masked_samples} every word is chosen separately. Drop the flag."
-            )

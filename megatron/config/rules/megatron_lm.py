@@ -1,9 +1,11 @@
 """A notice for commands of Megatron-LM that leave out flags whose defaults give other numbers there."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.config.flags.fields import as_written
+from megatron.config.rules.rule import notice
+from megatron.config.run_sections import ReadFlags
 from megatron.config.sections.optimizers import LION, MUON
 
 # Flags that neither fork of Megatron-DeepSpeed has, and most commands of Megatron-LM have one of.
@@ -19,20 +21,17 @@ DEFAULTS_THERE: tuple[tuple[str, Any], ...] = (
 )  # fmt: skip
 
 
-def megatron_lm_notices(sections: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[str]:
-    """One sentence that names the defaults a command of Megatron-LM runs with here, if they differ and are in use.
-
-    Args:
-        values: what was given, by "section.field", or "legacy.flag" of a flag without a field.
-    """
-    sign = next((name for name in ONLY_THERE if f"legacy.{name}" in values), None)
-    optimizer, uses_fp8 = sections["optim"].optimizer, sections["precision"].fp8_format is not None
-    is_used = {"moe": sections["model"].num_experts > 1, "fp8": uses_fp8, optimizer: optimizer in (MUON, LION)}
+@notice
+def _other_defaults(run: ReadFlags) -> Iterator[str]:
+    """Names the defaults that a command of Megatron-LM runs with here, if they differ and are in use."""
+    sign = next((name for name in ONLY_THERE if f"legacy.{name}" in run.values), None)
+    optimizer, uses_fp8 = run.optim.optimizer, run.precision.fp8_format is not None
+    is_used = {"moe": run.model.num_experts > 1, "fp8": uses_fp8, optimizer: optimizer in (MUON, LION)}
     differing = []
     for place, there in DEFAULTS_THERE:
         section, _, name = place.partition(".")
-        here, option = getattr(sections[section], name), f"--{name.replace('_', '-')}"
-        if is_used.get(name.partition("_")[0]) and place not in values and here != there:
+        here, option = getattr(getattr(run, section), name), f"--{name.replace('_', '-')}"
+        if is_used.get(name.partition("_")[0]) and place not in run.values and here != there:
             differing.append(f"{as_written(option, here)} ({as_written(option, there)} there)")
     if sign and differing:
         yield (

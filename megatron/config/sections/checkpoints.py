@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
-from megatron.config.flags.paths import PathUse, address_problems, is_address
+from megatron.config.flags.paths import PathUse, address_problems
 from megatron.config.flags.section import ConfigSection
 
 _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
@@ -48,14 +48,6 @@ class LoadingConfig(ConfigSection):
     def problems(self) -> Iterator[str]:
         if self.load_tag is not None and _TAG.fullmatch(self.load_tag) is None:
             yield f"--load-tag {self.load_tag} names no step. Write it like iter_0000500, or use --ckpt-step 500."
-        elif self.load_tag is not None and self.ckpt_step not in (None, self.load_step):
-            yield f"--load-tag {self.load_tag} and --ckpt-step {self.ckpt_step} name two steps. Drop one of them."
-        if self.load_step is not None and self.load is None:
-            yield f"--ckpt-step {self.load_step} needs --load, the folder that holds that checkpoint."
-        if self.from_scratch and self.finetune:
-            yield "--from-scratch and --finetune contradict each other: the first loads nothing. Drop one of them."
-        if self.exit_on_missing_checkpoint and self.load is None:
-            yield "--exit-on-missing-checkpoint needs --load, the folder that must hold a checkpoint."
 
 
 _LINK = re.compile(r"(?![.-]|iter_)(?=.*\{step\})(?:[\w.-]|\{epoch\}|\{step\})+", re.ASCII)
@@ -113,20 +105,8 @@ class SavingConfig(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         yield from address_problems("--save", self.save)
-        if self.save_secondary_per_node and (self.save_secondary is None or is_address(self.save_secondary)):
-            yield (
-                f"--save-secondary-per-node needs --save-secondary, a folder on the disk of each node, not "
-                f"{self.save_secondary}. Give one, for example --save-secondary /local/checkpoints."
-            )
         if self.checkpoint_link is not None and _LINK.fullmatch(self.checkpoint_link) is None:
             yield (
                 f"--checkpoint-link {self.checkpoint_link} cannot be the name of every checkpoint. Write letters, "
                 "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}'."
             )
-        if self.keep_last is None:
-            for name, is_set in (("--keep-every", self.keep_every is not None), ("--keep-best", self.keep_best)):
-                if is_set:
-                    yield (
-                        f"{name} says which checkpoints are not deleted, and nothing is deleted without --keep-last. "
-                        f"Give --keep-last, for example --keep-last 3, or drop {name}."
-                    )

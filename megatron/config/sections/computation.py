@@ -70,13 +70,6 @@ class PrecisionConfig(ConfigSection):
             self.set_derived("fp8_format", E4M3 if self.fp8_e4m3 else HYBRID)
 
     def problems(self) -> Iterator[str]:
-        if self.fp16 and self.bf16:
-            yield "--fp16 and --bf16 are both given. A run has one dtype; drop one of them."
-        formats = {"--fp8-e4m3": self.fp8_e4m3, "--fp8-hybrid": self.fp8_hybrid}
-        named = [name for name, is_given in formats.items() if is_given]
-        if len(named) == 2 or (named and named[0] != f"--fp8-{self.fp8_format}"):
-            verb = "contradicts" if len(named) == 1 else "contradict"
-            yield f"{' and '.join(named)} {verb} --fp8-format {self.fp8_format}. Give one format."
         if self.fp8_recipe in _ABSENT_RECIPES:
             yield (
                 f"--fp8-recipe {self.fp8_recipe} is not supported: scales come from the values at hand, and are "
@@ -84,17 +77,6 @@ class PrecisionConfig(ConfigSection):
             )
         elif self.fp8_recipe not in (TENSORWISE, ROWWISE):
             yield f"--fp8-recipe {self.fp8_recipe} is unknown. Use {TENSORWISE} or {ROWWISE}."
-        if self.fp8_format is not None and not self.bf16:
-            yield f"--fp8-format {self.fp8_format} needs --bf16, for all that is not a product of 8 bits. Add it."
-        if self.fp8_format is None and self.fp8_emulation:
-            yield f"--fp8-emulation needs --fp8-format, the format that it emulates. Add --fp8-format {HYBRID}."
-        if self.fp8_format is None and self.first_last_layers_bf16:
-            yield "--first-last-layers-bf16 needs --fp8-format: without it all blocks are in one dtype. Drop it."
-        counts = {"start": self.num_layers_at_start_in_bf16, "end": self.num_layers_at_end_in_bf16}
-        for side, count in counts.items() if not self.first_last_layers_bf16 else ():
-            if count != 1:
-                name = f"--num-layers-at-{side}-in-bf16"
-                yield f"{name} {count} has no effect without --first-last-layers-bf16. Add it, or drop {name}."
 
 
 @dataclass(frozen=True)
@@ -140,10 +122,6 @@ class RecomputeConfig(ConfigSection):
         if self.recompute_granularity == "full" or self.activations_checkpoint_method is not None:
             self.set_derived("checkpoint_activations", True)
 
-    def problems(self) -> Iterator[str]:
-        if self.recompute_activations and self.recompute_granularity == "full":
-            yield "--recompute-activations means selective, and --recompute-granularity full is given. Drop one."
-
 
 # The operations that have several implementations; `megatron.kernels.choice.Kernels` has a field for each.
 OPERATIONS = (
@@ -156,7 +134,7 @@ OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those 
 INDUCTOR = "inductor"
 
 # The operation that a switch of upstream's turns back to torch, by its field.
-_SWITCHES: Mapping[str, str] = types.MappingProxyType(
+SWITCHES: Mapping[str, str] = types.MappingProxyType(
     {
         "bias_dropout_fusion": "dropout_add",
         "masked_softmax_fusion": "softmax",
@@ -226,15 +204,15 @@ class KernelConfig(ConfigSection):
         wanted = dict.fromkeys(OPERATIONS, AUTO)
         if self.compile:
             wanted |= dict.fromkeys(OF_BLOCKS, TORCH)
-        for operation, implementation in self._parts():
+        for operation, implementation in self.parts:
             for name in (operation,) if operation else OPERATIONS:
                 if operation or implementation in (CSRC, TORCH):
                     wanted[name] = implementation
-        return wanted | {operation: TORCH for field, operation in _SWITCHES.items() if not getattr(self, field)}
+        return wanted | {operation: TORCH for field, operation in SWITCHES.items() if not getattr(self, field)}
 
     def problems(self) -> Iterator[str]:
-        named: dict[str, str] = {}
-        for operation, implementation in self._parts():
+        named: set[str] = set()
+        for operation, implementation in self.parts:
             if implementation not in IMPLEMENTATIONS:
                 yield (
                     f"--kernels {self.kernels}: {implementation!r} is not an implementation. Use one of "
@@ -244,13 +222,10 @@ class KernelConfig(ConfigSection):
                 yield f"--kernels {self.kernels}: there is no operation {operation!r}. Use {', '.join(OPERATIONS)}."
             if operation in named:
                 yield f"--kernels {self.kernels} names {operation or 'all operations'} twice. Name each once."
-            named.setdefault(operation, implementation)
-        for field, operation in _SWITCHES.items():
-            if not getattr(self, field) and named.get(operation, TORCH) != TORCH:
-                option = f"--no-{field.replace('_', '-')}"
-                yield f"{option} contradicts --kernels {self.kernels}. Remove one of the two."
+            named.add(operation)
 
-    def _parts(self) -> list[tuple[str, str]]:
+    @property
+    def parts(self) -> list[tuple[str, str]]:
         """Operation, empty for all, and implementation; all first, so that what single operations ask for wins."""
         parts = (part.strip().rpartition("=") for part in self.kernels.split(","))
         return sorted(((name, implementation) for name, _, implementation in parts), key=lambda part: part[0] != "")

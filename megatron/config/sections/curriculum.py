@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
@@ -79,54 +78,3 @@ class CurriculumFields(ConfigSection):
             beyond *= 2
         steps = range(step, beyond)
         return steps[bisect.bisect_right(steps, length, key=lambda number: self.length_at(number, whole)) - 1]
-
-    def curriculum_problems(self) -> Iterator[str]:
-        """One sentence for every broken rule between these fields."""
-        if not self.curriculum_learning:
-            yield from self._idle_problems()
-        elif self.curriculum_schedule == FIXED_DISCRETE:
-            yield from self._discrete_problems()
-        else:
-            yield from self._growth_problems()
-
-    def _idle_problems(self) -> Iterator[str]:
-        values = {
-            "--curriculum-min-length": self.curriculum_min_length,
-            "--curriculum-max-length": self.curriculum_max_length,
-            "--curriculum-steps": self.curriculum_steps,
-            "--curriculum-lengths": " ".join(map(str, self.curriculum_lengths)),
-            "--curriculum-max-steps": " ".join(map(str, self.curriculum_max_steps)),
-        }
-        for name, value in values.items():
-            if value:
-                yield f"{name} {value} has no effect without --curriculum-learning. Add it, or drop {name}."
-
-    def _growth_problems(self) -> Iterator[str]:
-        schedule = f"--curriculum-schedule {self.curriculum_schedule}"
-        if self.curriculum_min_length is None:
-            yield f"--curriculum-min-length is required by {schedule}: tokens of a sample at the first step."
-        elif self.curriculum_min_length < self.curriculum_length_step:
-            yield (
-                f"--curriculum-min-length {self.curriculum_min_length} is less than --curriculum-length-step "
-                f"{self.curriculum_length_step}, of which lengths are multiples. Use at least "
-                f"{self.curriculum_length_step}, or smaller steps."
-            )
-        if self.curriculum_steps is None:
-            yield f"--curriculum-steps is required by {schedule}: steps until the samples have their full length."
-        low, high = self.curriculum_min_length, self.curriculum_max_length
-        if low is not None and high is not None and low > high:
-            yield (
-                f"--curriculum-min-length {low} is more than --curriculum-max-length {high}. The length grows; swap "
-                "them."
-            )
-
-    def _discrete_problems(self) -> Iterator[str]:
-        lengths, ends = self.curriculum_lengths, self.curriculum_max_steps
-        if not lengths or len(ends) != len(lengths) - 1:
-            yield (
-                f"--curriculum-schedule {FIXED_DISCRETE} has {len(lengths)} --curriculum-lengths and {len(ends)} "
-                "--curriculum-max-steps. Every length but the last needs the step that it ends with."
-            )
-        for name, values in (("--curriculum-lengths", lengths), ("--curriculum-max-steps", ends)):
-            if sorted(set(values)) != list(values):
-                yield f"{name} {' '.join(map(str, values))} must be in ascending order, each value once."

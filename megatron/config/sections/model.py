@@ -3,24 +3,138 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron.config.architecture.feed_forward import ExpertFields
-from megatron.config.architecture.latent_attention import idle_latent_fields
+from megatron.config.architecture.attention import AttentionFields
+from megatron.config.architecture.dropout import dropout_problems
+from megatron.config.architecture.encoder import EncoderFields
+from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
+from megatron.config.architecture.latent_attention import LatentAttentionFields, idle_latent_fields, yarn_magnitude
 from megatron.config.architecture.multi_token import MultiTokenFields
 from megatron.config.architecture.norms import NormFields
+from megatron.config.architecture.positions import PositionFields
 from megatron.config.architecture.scales import ScaleFields
 from megatron.config.flags.fields import MUST_MATCH, derived, flags_of, network_flag
 
 
 @dataclass(frozen=True)
-class ModelRequest(ScaleFields, NormFields, MultiTokenFields, ExpertFields):
-    """The architecture that was asked for."""
+class ModelRequest(
+    ScaleFields,
+    NormFields,
+    MultiTokenFields,
+    PositionFields,
+    EncoderFields,
+    ExpertFields,
+    FeedForwardFields,
+    AttentionFields,
+    LatentAttentionFields,
+):
+    """The architecture that was asked for: its parts, and what follows from several of them."""
 
     vocab_size: int | None = network_flag(
         None, "entries of the network's vocabulary; the tokenizer's tokens if unset", at_least=1, at_most=2**31 - 1
     )
+
+    def complete(self) -> None:
+        counts = self.moe_expert_counts
+        if not counts:
+            return
+        if self.num_experts == 1:
+            self.set_derived("num_experts", max(counts))
+        if not self.moe_layer_pattern and len(counts) == self.num_layers // 2 != self.num_layers:
+            self.set_derived("moe_layer_pattern", (0, 1))
+        if set(counts) == {self.num_experts} and len(counts) == self.expert_layers:
+            self.set_derived("moe_expert_counts", ())  # what one number for all layers means
+
+    def problems(self) -> Iterator[str]:
+        yield from dropout_problems("--attention-dropout", self.attention_dropout)
+        yield from dropout_problems("--hidden-dropout", self.hidden_dropout)
+
+    def alike(self, layer: int) -> int:
+        """The block that block `layer` is like: itself, and of those of multi-token prediction the last one."""
+        return min(layer, self.num_layers - 1)
+
+    def window_of(self, layer: int) -> int | None:
+        """The window of block `layer` in tokens, itself included; None for full attention."""
+        pattern = self.attention_window_pattern
+        windowed = not pattern or bool(pattern[self.alike(layer) % len(pattern)])
+        return self.attention_window if windowed else None
+
+    @property
+    def widest_window(self) -> int | None:
+        """The window, if every block has it; None if a token may attend to all others in some."""
+        is_full = any(self.window_of(layer) is None for layer in range(self.num_layers))
+        return None if is_full else self.attention_window
+
+    @property
+    def value_channels(self) -> int:
+        """The width of a head's values."""
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def yarn_factor(self) -> float:
+        """The factor of cosine and sine that YaRN has if none is given."""
+        factor = self.rope_scaling_factor
+        if not self.multi_latent_attention:
+            return yarn_magnitude(factor, 1.0)
+        return yarn_magnitude(factor, self.mscale) / yarn_magnitude(factor, self.mscale_all_dim)
+
+    @property
+    def rotary_width(self) -> int:
+        """The number of channels of a head that are rotated; even."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.kv_channels * self.rotary_percent) // 2 * 2
+
+    @property
+    def width_ratio(self) -> float:
+        """The width in base widths under muP; 1 without it."""
+        base = self.mup_base_hidden_size
+        return self.hidden_size / base if self.use_mup and base and self.hidden_size > 0 else 1.0
+
+    def experts_of(self, layer: int) -> int:
+        """Feed-forward networks of block `layer` that tokens are routed to; 1 for a dense layer."""
+        if not self._may_have_experts(layer):
+            return 1
+        if not self.moe_expert_counts:
+            return self.num_experts
+        place = sum(self._may_have_experts(before) for before in range(self.alike(layer)))
+        return self.moe_expert_counts[place]
+
+    @property
+    def expert_counts(self) -> tuple[int, ...]:
+        """The numbers of experts of the layers that have some."""
+        counts = (self.moe_expert_counts or (self.num_experts,)) if self.num_experts > 1 else ()
+        return tuple(count for count in counts if count > 1)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether block `layer` routes tokens to experts."""
+        return self.experts_of(layer) > 1
+
+    @property
+    def expert_layers(self) -> int:
+        """Layers that may have experts."""
+        return sum(self._may_have_experts(layer) for layer in range(self.num_layers))
+
+    def _may_have_experts(self, layer: int) -> bool:
+        pattern = self.moe_layer_pattern
+        return not pattern or bool(pattern[self.alike(layer) % len(pattern)])
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """The widths that tensor-parallel ranks divide, by flag: the inner ones of feed-forward layers, that of the
+        experts' second biases, and that of the projection of multi-token prediction, which joins states and embeddings.
+        """
+        widths = {"--moe-ffn-hidden-size": self.moe_ffn_hidden_size} if self.num_experts != 1 else {}
+        is_dense = self.num_experts == 1 or 0 in self.moe_layer_pattern[: self.num_layers]
+        if is_dense or self.moe_residual or 1 in self.moe_expert_counts:
+            widths["--ffn-hidden-size"] = self.ffn_hidden_size
+        if (self.num_experts != 1 and self.moe_mlp_bias) or self.mtp_num_layers:
+            widths["--hidden-size"] = self.hidden_size
+        if self.num_experts != 1 and self.moe_shared_expert_intermediate_size:
+            widths["--moe-shared-expert-intermediate-size"] = self.moe_shared_expert_intermediate_size
+        return widths
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -186,42 +187,59 @@ class ParallelRequest(ConfigSection):
     def _ulysses_within_ring(self) -> int:
         return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
 
+    @property
+    def _named_schedule(self) -> str | None:
+        return "zb-h1" if self.enable_zbh1_pipeline else self.pipeline_schedule
+
+    def chunks_for(self, num_layers: int) -> int:
+        """The chunks of the network that each pipeline rank holds; what a schedule needs where no flag says it."""
+        asked, layers = self.virtual_pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        if asked is not None:
+            return asked
+        if layers is not None:
+            counted = num_layers + sum(self.counted_ends)
+            return max(1, counted // (self.pipeline_model_parallel_size * layers))
+        return SCHEDULE_CHUNKS.get(self._named_schedule or "", (1, 1))[0]
+
+    def schedule_for(self, num_layers: int) -> str:
+        """The pipeline schedule, by name or file: what was asked for, else by the number of chunks."""
+        return self._named_schedule or ("interleaved" if self.chunks_for(num_layers) > 1 else "1f1b")
+
+    def most_stages(self, num_layers: int) -> int:
+        """The most pipeline ranks that the other flags allow."""
+        if self.zero_stage not in ENGINES[self.pipeline_engine].zero_stages:
+            return 1
+        chunks = 1 if self.num_layers_per_virtual_pipeline_stage else self.chunks_for(num_layers)
+        return max(1, num_layers // chunks)
+
+    def length_unit(self, *, causal: bool) -> int:
+        """The number that lengths must be a multiple of: a ring cuts causal samples into two blocks a rank, and each
+        rank's tokens are divided once more over the tensor-parallel ranks under sequence parallelism.
+        """
+        ring = self.ring_size
+        within = self.tensor_model_parallel_size if self.splits_sequence else 1
+        return math.lcm(2 * ring if causal and ring > 1 else ring, self.sequence_size * within)
+
+    def padded_length(self, length: int, *, causal: bool) -> int:
+        """The length to which samples are padded so that ranks can share them."""
+        unit = self.length_unit(causal=causal)
+        return -(-length // unit) * unit
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Rows of the word embedding over all ranks, for a vocabulary of this many entries.
+
+        Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
+        """
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return self.pad_vocab_size_to or -(-vocab_size // multiple) * multiple
+
     def problems(self) -> Iterator[str]:
-        yield from self._sequence_problems()
         method = self.pp_partition_method
         if method is not None and method not in _PARTITIONS:
             yield (
                 f"--pp-partition-method {method} is not supported: stages are cut between transformer blocks, and each "
                 "gets one. Use type:transformer, which spreads the blocks evenly, or drop the flag, which spreads "
                 "operations."
-            )
-        size, divisor = self.pad_vocab_size_to, self.make_vocab_size_divisible_by
-        if size is not None and divisor > 0 and size % divisor:
-            yield (
-                f"--pad-vocab-size-to: {size} is not divisible by {divisor} (--make-vocab-size-divisible-by). Use "
-                f"--pad-vocab-size-to {-(-size // divisor) * divisor} or another divisor."
-            )
-
-    def _sequence_problems(self) -> Iterator[str]:
-        """One sentence for every contradiction about the ranks that share a sequence."""
-        sizes, ranks = self.hierarchical_context_parallel_sizes, self.context_parallel_size
-        shown = " ".join(map(str, sizes))
-        if self.cp_comm_type != RING_OF_ULYSSES:
-            if sizes:
-                yield (
-                    f"--hierarchical-context-parallel-sizes {shown} is for --cp-comm-type {RING_OF_ULYSSES}, and it is "
-                    f"{self.cp_comm_type}. Drop one of them."
-                )
-        elif len(sizes) != 2 or sizes[0] * sizes[1] != ranks:
-            yield (
-                f"--cp-comm-type {RING_OF_ULYSSES} needs two --hierarchical-context-parallel-sizes, ranks of a group "
-                f"and groups of the ring, whose product is --context-parallel-size {ranks}"
-                f"{f', and got {shown}' if sizes else ''}. Give them, or use --cp-comm-type {RING}."
-            )
-        if self.ds_sequence_parallel_size > 1 and ranks > 1 and self.cp_comm_type != RING:
-            yield (
-                f"--ds-sequence-parallel-size {self.ds_sequence_parallel_size} and --cp-comm-type {self.cp_comm_type} "
-                f"both say which ranks exchange tokens for heads. Drop one of them."
             )
 
 

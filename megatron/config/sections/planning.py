@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.config.flags.fields import flag
@@ -36,7 +35,3 @@ class PlanningConfig(ConfigSection):
         None, "links to plan for, within and between nodes; those of the device's own systems if unset"
     )
     device_hour_price: float | None = flag(None, "price of a device and hour, for the cost in a plan", at_least=0)
-
-    def problems(self) -> Iterator[str]:
-        if self.plan_only and self.dry_run_ranks is not None:
-            yield "--plan-only and --dry-run-ranks are both given. Drop one of them."

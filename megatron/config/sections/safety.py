@@ -86,16 +86,6 @@ class SafetyRequest(ConfigSection):
                 _read_range(text)
             except ConfigError as failure:
                 yield from failure.problems
-        if self.resume_skip_poisoned and self.max_failed_starts == 0:
-            yield (
-                "--resume-skip-poisoned passes over a batch after --max-failed-starts ends, and --max-failed-starts 0 "
-                "sets no number. Drop one of the two."
-            )
-        if self.skip_spikes is not None and self.max_bad_steps == 0:
-            yield (
-                f"--skip-spikes {self.skip_spikes:g} skips steps, and with --max-bad-steps 0 the first skipped step "
-                "ends the run. Give the number of consecutive steps that may be skipped, for example --max-bad-steps 5."
-            )
 
 
 @dataclass(frozen=True)

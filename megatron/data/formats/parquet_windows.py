@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-import glob
 import json
-import os
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +33,6 @@ LARGEST_ID = 2**31 - 1
 FORMAT_VERSION = 1
 FACTS_KEY = b"megatron.windows"
 OFFSETS_KEY = b"megatron.windows.offsets"
-_SHARD_NAME = re.compile(r"(?P<path>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.parquet)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -237,11 +233,11 @@ class WindowFile:
                 ) from failure
             if batch is None:
                 return
-            yield self._windows(self._arrow.Table.from_batches([batch]), first, vocab_size)
+            yield self._windows(batch, first, vocab_size)
             first += batch.num_rows
 
-    def _windows(self, table: Any, first: int, vocab_size: int | None) -> Windows:
-        ids, mask, labels = (self._matrix(table.column(name), name, first) for name in COLUMNS)
+    def _windows(self, batch: Any, first: int, vocab_size: int | None) -> Windows:
+        ids, mask, labels = (self._matrix(batch.column(name), name, first) for name in COLUMNS)
         for name, values in (("attention_mask", mask), ("labels", labels)):
             if values.shape != ids.shape:
                 raise DataError(
@@ -275,23 +271,20 @@ class WindowFile:
 
     def _matrix(self, column: Any, name: str, first: int) -> npt.NDArray[Any]:
         """The values of a list column as rows of one length."""
-        rows = len(column)
+        rows, values = len(column), column.flatten()
         if column.null_count:
-            place = first + int(np.flatnonzero(column.is_null().to_numpy())[0])
+            place = first + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
             raise DataError(f"{self.path}: row {place} of column {name!r} is null; every row must hold a list.")
-        parts = [chunk.flatten() for chunk in column.chunks]
-        if any(part.null_count for part in parts):
+        if values.null_count:
             raise DataError(f"{self.path}: rows from {first} on hold a null inside of column {name!r}.")
-        compute = self._arrow.compute
-        lengths = compute.list_value_length(column).to_numpy()
+        lengths = self._arrow.compute.list_value_length(column).to_numpy()
         if rows and (lengths != lengths[0]).any():
             other = int(np.flatnonzero(lengths != lengths[0])[0])
             raise DataError(
                 f"{self.path}: row {first + other} has {lengths[other]} {name} and row {first} has {lengths[0]}. "
                 "Windows have one length: pad them when they are made."
             )
-        values = np.concatenate([part.to_numpy(zero_copy_only=False) for part in parts]) if parts else np.empty(0)
-        return values.reshape(rows, int(lengths[0]) if rows else 0)
+        return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(rows, int(lengths[0]) if rows else 0)
 
     def _check_length(self, length: int, first: int) -> None:
         expected = length if self.facts is None else self.facts.sequence_length
@@ -310,51 +303,6 @@ class WindowFile:
             )
 
 
-def shard_name(path: str, number: int, count: int) -> str:
-    """The name of one of `count` shards, counted from 0."""
-    return f"{path}-{number:05d}-of-{count:05d}"
-
-
-def is_shard_of(path: str, candidate: str) -> bool:
-    """Whether a file is named as a shard of an output path, of however many."""
-    shard = _SHARD_NAME.fullmatch(candidate)
-    return shard is not None and shard["path"] == path
-
-
-def names_windows(value: str) -> bool:
-    """Whether a value of `--data-path` means Parquet windows: a Parquet file, a pattern that gives some, or the path
-    before the shards' numbers.
-    """
-    if os.path.exists(f"{value}.idx"):
-        return False
-    if value.endswith(".parquet"):
-        return True
-    return any(_SHARD_NAME.fullmatch(path) or path.endswith(".parquet") for path in _matches(value))
-
-
-def expand_windows(values: Sequence[str]) -> tuple[str, ...]:
-    """The files that values of `--data-path` or `--windows` name, in the order of their rows.
-
-    A value is a file, a pattern, or the path before the shards' numbers (`out/wt.train`).
-
-    Raises:
-        DataError: a value names nothing; shards are missing, or there are shards of two runs.
-    """
-    paths: list[str] = []
-    for value in values:
-        matches = _matches(value)
-        if not matches:
-            raise DataError(
-                f"{value} names no Parquet file: there is no such file, none matches it, and there is no "
-                f"{shard_name(value, 0, 1)[:-5]}NNNNN. Give a file, a pattern, or the --output-path of "
-                "tools/corpus/featurize.py."
-            )
-        if matches != [value]:
-            _check_complete(value, matches)
-        paths.extend(sorted(matches, key=_shard_order))
-    return tuple(paths)
-
-
 def load_arrow(path: str) -> Any:
     """The optional package pyarrow, with its parts for Parquet and computing.
 
@@ -368,39 +316,3 @@ def load_arrow(path: str) -> Any:
     except ImportError as failure:
         raise ConfigError(f"{path} needs the pyarrow package for Parquet: pip install pyarrow.") from failure
     return pyarrow
-
-
-def _matches(value: str) -> list[str]:
-    if os.path.isfile(value):
-        return [value]
-    if glob.has_magic(value):
-        return [path for path in glob.glob(value) if os.path.isfile(path)]
-    pattern = f"{glob.escape(value)}-[0-9]*-of-[0-9]*"
-    return [path for path in glob.glob(pattern) if is_shard_of(value, path)]
-
-
-def _shard_order(path: str) -> tuple[str, int]:
-    shard = _SHARD_NAME.fullmatch(path)
-    return (path, 0) if shard is None else (shard["path"], int(shard["number"]))
-
-
-def _check_complete(value: str, paths: list[str]) -> None:
-    """Checks that the shards among the files are all shards of their runs."""
-    numbers: dict[str, dict[int, set[int]]] = {}
-    for path in paths:
-        shard = _SHARD_NAME.fullmatch(path)
-        if shard is not None:
-            numbers.setdefault(shard["path"], {}).setdefault(int(shard["count"]), set()).add(int(shard["number"]))
-    for path, counts in numbers.items():
-        if len(counts) > 1:
-            raise DataError(
-                f"{value} names shards of {len(counts)} runs: {path} in {' and in '.join(map(str, sorted(counts)))} "
-                "shards. Remove those that are not meant, or name the files of one run."
-            )
-        for count, present in counts.items():
-            missing = next((number for number in range(count) if number not in present), None)
-            if missing is not None:
-                raise DataError(
-                    f"{shard_name(path, missing, count)} is missing: {len(present)} of {count} shards are there. "
-                    "Fetch it, or make the windows again; name single files to read only those."
-                )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron import log
 from megatron.errors import DataError
 from megatron.files.plain import read_plain_json
-from megatron.files.replacing import write_atomically, write_temporary
+from megatron.files.replacing import write_temporary
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 
 if TYPE_CHECKING:
@@ -95,15 +95,6 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
             f"{path} is a damaged sidecar ({type(failure).__name__}: {failure}). Restore it, or remove it: the data "
             "can be read without it."
         ) from failure
-
-
-def write_sidecar(prefix: str | Path, sidecar: Sidecar) -> None:
-    """Writes the sidecar of a data prefix in one step.
-
-    Raises:
-        StorageError: the file system refused.
-    """
-    write_atomically(sidecar_path(prefix), _content(sidecar))
 
 
 def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:

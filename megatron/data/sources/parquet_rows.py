@@ -19,16 +19,20 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron import log
-from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts, WindowFile, Windows, expand_windows
+from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts, WindowFile, Windows
+from megatron.data.formats.window_names import expand_windows
 from megatron.data.order.row_order import RowSource
+from megatron.data.sources.source import Facts
+from megatron.data.sources.source_kinds import RowsSource
 from megatron.errors import ConfigError, DataError
 from megatron.files.plain import open_plain
-from megatron.tokenizers.record import TokenizerRecord
+from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 
 _IGNORED_LABEL = -100
 _CHUNK_TOKENS = 1 << 24
@@ -146,6 +150,32 @@ class ParquetRows(RowSource):
                 f"{path} has windows of {length} tokens, the files of {self.prefix} before it of {self.row_length}. "
                 "Name files of one length, or featurize them again with one --max-sequence-length."
             )
+
+
+class WindowSource(RowsSource):
+    """Windows of tokens in Parquet files."""
+
+    def _check_files(self, sequence_length: int | None) -> None:
+        with WindowFile(expand_windows([self.prefix])[0]) as file:
+            check_window_length(self.prefix, file.sequence_length, sequence_length or file.sequence_length)
+
+    def facts(self) -> Facts:
+        rows = ParquetRows(self.prefix)
+        return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
+
+    @property
+    def folder(self) -> Path:
+        return Path(expand_windows([self.prefix])[0]).parent
+
+    @cached_property
+    def _rows(self) -> RowSource:
+        rows = ParquetRows(self.prefix)
+        check_window_length(self.prefix, rows.row_length, self._request.sequence_length)
+        if self._request.tokenizer is not None:
+            for record in rows.tokenizers:
+                data = f"the data {self.prefix} was made"
+                check_same_tokenizer(data, record, self._request.tokenizer, advice=", or preprocess the corpus again")
+        return rows
 
 
 def check_window_length(prefix: str, length: int, sequence_length: int) -> None:

@@ -12,37 +12,32 @@ from abc import abstractmethod
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.flags.blends import MOCK_DATA
-from megatron.config.objective.masking import SENTENCES, STREAM
+from megatron.config.objective.masking import SENTENCES
 from megatron.data.datasets.changed_samples import CopiedPrompts
 from megatron.data.datasets.examples.example_files import example_files, files_fingerprint, names_example_files
 from megatron.data.datasets.examples.example_rows import ExampleRows
 from megatron.data.datasets.examples.tokenized_examples import RecordSource, TokenizedExamples, check_first_records
 from megatron.data.datasets.gpt import GPTDataset
-from megatron.data.datasets.masked.masked_options import MaskedOptions
-from megatron.data.datasets.masked.sentences import SentenceDataset, SentenceFile
-from megatron.data.datasets.masked.texts import MaskedRows, TextRows
 from megatron.data.datasets.row_dataset import RowDataset
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.indexed import IndexedDataset, check_pair
-from megatron.data.formats.parquet_windows import WindowFile, expand_windows, names_windows
 from megatron.data.formats.store_names import is_store_address
+from megatron.data.formats.window_names import names_windows
+from megatron.data.order.index_cache import description_sha256
 from megatron.data.order.index_map import Indices, build_indices
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
-from megatron.data.sources.parquet_rows import ParquetRows, check_window_length
-from megatron.data.sources.random_rows import RANDOM_ROWS, RandomRows
 from megatron.data.sources.source import DataRequest, Facts, Source, other_rows
 from megatron.errors import DataError
-from megatron.tokenizers.record import check_same_tokenizer
 
-_ADVICE = ", or preprocess the corpus again"
+RANDOM_ROWS = 100_000  # as many as Megatron-LM's MockGPTLowLevelDataset has documents
 _NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
 
 
@@ -51,18 +46,24 @@ def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
     if prefix == MOCK_DATA:
         return _RandomSource(prefix, request)
     if is_store_address(prefix):
-        source: Source = import_module("megatron.data.stores.store_source").StoreSource(prefix, request)
-        return source
+        return _imported("megatron.data.stores.store_source", "StoreSource", prefix, request)
     if names_example_files(prefix):
         return ExampleSource(prefix, request)
     if names_windows(prefix) or (glob.has_magic(prefix) and not os.path.exists(f"{prefix}.idx")):
-        return _WindowSource(prefix, request)  # a pattern is never a pair of token files
+        # a pattern is never a pair of token files
+        return _imported("megatron.data.sources.parquet_rows", "WindowSource", prefix, request)
     if names_pairs(prefix):
         return _PairSource(prefix, request)
     if request.masked is None:
-        return _TokenSource(prefix, request)
-    kind = _SentenceSource if request.masked.masking.masked_samples == SENTENCES else _TextSource
-    return kind(prefix, request)
+        return TokenSource(prefix, request)
+    kind = "SentenceSource" if request.masked.masking.masked_samples == SENTENCES else "TextSource"
+    return _imported("megatron.data.sources.masked_sources", kind, prefix, request)
+
+
+def _imported(module: str, name: str, prefix: str, request: DataRequest) -> Source:
+    """A source of a kind that few runs have."""
+    source: Source = getattr(import_module(module), name)(prefix, request)
+    return source
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,7 +74,7 @@ def source_facts(prefix: str) -> Facts:
     return open_source(prefix).facts()
 
 
-class _TokenSource(Source):
+class TokenSource(Source):
     """A token file: one stream of tokens that is cut into samples."""
 
     is_token_file = True
@@ -128,45 +129,6 @@ class _TokenSource(Source):
         return Indices(arrays["document"], arrays["sample"], arrays["shuffle"])
 
 
-class _MaskedSource(_TokenSource):
-    """A token file that masked samples are made of."""
-
-    def __init__(self, prefix: str, request: DataRequest) -> None:
-        super().__init__(prefix, request)
-        self._options = cast(MaskedOptions, request.masked)
-        self._vocabulary = request.masked_vocabulary
-        self._options.predictions(request.sequence_length)
-
-
-class _SentenceSource(_MaskedSource):
-    """A token file whose sequences are sentences, for masked samples of sentence pairs; split by documents."""
-
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def plan(self, first: int, last: int, split: str) -> SourcePlan:
-        request = self._request
-        tokens = len(self._file.table(first, last, 1, request.seed)) * request.sequence_length
-        return SourcePlan(self.prefix, self._file.fingerprint, first, last, tokens, is_mapped=True)
-
-    def map_rows(self, planned: SourcePlan, samples: int, seed: int) -> int:
-        return len(self._file.table(planned.first, planned.last, samples, seed))
-
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        return SentenceDataset(self._file, planned.first, planned.last, planned.segments)
-
-    @cached_property
-    def _file(self) -> SentenceFile:
-        indexed = self._indexed
-        if self._options.pairs and int(np.diff(indexed.documents).max(initial=0)) < 2:
-            raise DataError(
-                f"{indexed.prefix} has no document of two sentences, so no sentence pairs can be made of it. If it "
-                "was not split into sentences, preprocess it with --split-sentences and name the files that end in "
-                "_sentence; otherwise give --bert-no-binary-head, or --masked-samples stream."
-            )
-        return SentenceFile(indexed, self._request.sequence_length, self._options, self._vocabulary, self.cache)
-
-
 class RowsSource(Source):
     """A source whose rows are samples as they are."""
 
@@ -185,6 +147,26 @@ class RowsSource(Source):
     def _rows(self) -> RowSource: ...
 
 
+class RandomRows(RowSource):
+    """Rows of ids that follow from the seed and the row's number alone, so that no layout or resume changes them."""
+
+    def __init__(self, prefix: str, vocab_size: int, sequence_length: int, seed: int) -> None:
+        self.prefix = prefix
+        self._vocab_size, self._length, self._seed = vocab_size, sequence_length + 1, seed
+        self.fingerprint = description_sha256({"ids": vocab_size, "length": sequence_length, "seed": seed})
+
+    def __len__(self) -> int:
+        return RANDOM_ROWS
+
+    def read(self, rows: np.ndarray) -> tuple[np.ndarray]:
+        # Unlike default_rng, RandomState draws the same in every version of NumPy.
+        drawn = (np.random.RandomState([self._seed, row]) for row in rows.tolist())
+        return (np.stack([each.randint(self._vocab_size, size=self._length, dtype=np.int64) for each in drawn]),)
+
+    def locate(self, row: int, position: int) -> str:
+        return f"{self.prefix} token {position} of random row {row}"
+
+
 class _RandomSource(RowsSource):
     """Random ids of the run's tokenizer, instead of data."""
 
@@ -200,37 +182,10 @@ class _RandomSource(RowsSource):
         return RandomRows(self.prefix, tokenizer.vocab_size, request.sequence_length, request.seed)
 
 
-class _WindowSource(RowsSource):
-    """Windows of tokens in Parquet files."""
-
-    def _check_files(self, sequence_length: int | None) -> None:
-        with WindowFile(expand_windows([self.prefix])[0]) as file:
-            check_window_length(self.prefix, file.sequence_length, sequence_length or file.sequence_length)
-
-    def facts(self) -> Facts:
-        rows = ParquetRows(self.prefix)
-        return ("windows", len(rows)), ("tokens_per_window", rows.row_length), ("sha256", rows.fingerprint)
-
-    @property
-    def folder(self) -> Path:
-        return Path(expand_windows([self.prefix])[0]).parent
-
-    @cached_property
-    def _rows(self) -> RowSource:
-        rows = ParquetRows(self.prefix)
-        check_window_length(self.prefix, rows.row_length, self._request.sequence_length)
-        if self._request.tokenizer is not None:
-            for record in rows.tokenizers:
-                check_same_tokenizer(
-                    f"the data {self.prefix} was made", record, self._request.tokenizer, advice=_ADVICE
-                )
-        return rows
-
-
 _Rows = TypeVar("_Rows", bound=RowSource)
 
 
-class _PackedSource(Source, Generic[_Rows]):
+class PackedSource(Source, Generic[_Rows]):
     """A source that is packed into rows, which differ for every range of it."""
 
     def __init__(self, prefix: str, request: DataRequest) -> None:
@@ -260,7 +215,7 @@ class _PackedSource(Source, Generic[_Rows]):
         """Says in the log how new rows were packed."""
 
 
-class _PairSource(_PackedSource[PackedPairs]):
+class _PairSource(PackedSource[PackedPairs]):
     """Inputs and targets in two token files."""
 
     is_pairs = True
@@ -292,23 +247,7 @@ class _PairSource(_PackedSource[PackedPairs]):
         return PackedPairs(self._pairs, first, last, request.sequence_length, request.seed, padding_id, self.cache)
 
 
-class _TextSource(_PackedSource[TextRows], _MaskedSource):
-    """A token file as plain text for masked samples, whatever sequences it consists of; split by documents."""
-
-    def __len__(self) -> int:
-        return len(self._indexed.documents) - 1
-
-    def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        rows, request = super().dataset(planned, group, plan), self._request
-        return MaskedRows(rows, request.seed, request.sequence_length, self._options, self._vocabulary)
-
-    def _pack(self, first: int, last: int) -> TextRows:
-        runs_on = self._options.masking.masked_samples == STREAM
-        make = TextRows.of_stream if runs_on else TextRows.of_documents
-        return make(self._indexed, first, last, self._request.sequence_length, self._vocabulary)
-
-
-class ExampleSource(_PackedSource[ExampleRows]):
+class ExampleSource(PackedSource[ExampleRows]):
     """Examples with answers, in files unless a subclass has them elsewhere."""
 
     holds_examples = True

@@ -122,10 +122,6 @@ class DocumentStore:
             raise DataError(f"{self.shown}: there is no document {document}; {held} ({len(self)} documents).")
         return self.collections[bisect.bisect_right(self._lasts, document)]
 
-    def close(self) -> None:
-        """Closes what this thread has open; the next read opens it again."""
-        self._backend.close()
-
     def _texts(self, collection: Collection, wanted: range, rows: Sequence[tuple[int, Any]]) -> list[str]:
         if len(rows) != len(wanted) or any(row[0] != idx for row, idx in zip(rows, wanted, strict=True)):
             self._refuse_numbers(collection, wanted, rows)

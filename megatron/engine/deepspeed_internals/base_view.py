@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.engine.deepspeed_internals.loss_scaler import counters_of, restore_counters
 from megatron.engine.gradients.gradient_figures import GradientFigures
-from megatron.engine.gradients.gradient_sum import Look
+from megatron.engine.gradients.gradient_sum import Look, Partial, Tied, sum_in_backward
+from megatron.engine.gradients.loss_scale import LossScale, ScaleRule
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.tensor_parts import MasterSlice
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.tensor.weight_gradients import AddProduct
+
+# Attributes of DeepSpeed's dynamic loss scaler (`runtime/fp16/loss_scaler.py`) that change from step to step.
+SCALER_COUNTERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class OptimizerView(ABC):
@@ -77,14 +80,23 @@ class OptimizerView(ABC):
 
     def loss_scale_state(self) -> dict[str, float]:
         """What changes of the loss scaler from step to step, for a checkpoint; nothing outside fp16."""
-        return counters_of(self._wrapper.loss_scaler) if self.is_scaled else {}
+        scaler = self._wrapper.loss_scaler if self.is_scaled else None
+        return {name: getattr(scaler, name) for name in SCALER_COUNTERS if hasattr(scaler, name)}
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
         """Sets what `loss_scale_state` returned, so that a resumed run does not search for the scale again; nothing of
         a scale that stays.
         """
         if self.is_scaled and self._wrapper.loss_scaler.dynamic:
-            restore_counters(self._wrapper.loss_scaler, state)
+            for name in SCALER_COUNTERS:
+                if name in state:
+                    setattr(self._wrapper.loss_scaler, name, state[name])
+
+    def sum_over_ranks(self, partial: Partial, tied: Tied) -> None:
+        """Has more summed than averages, see `GradientOwner`: here by every backward pass, before DeepSpeed's hooks see
+        the gradients. No weights are tied, as there are no stages.
+        """
+        sum_in_backward(partial)
 
     def figures(
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
@@ -102,3 +114,11 @@ class OptimizerView(ABC):
     @abstractmethod
     def guard(self, gate: UpdateGate) -> None:
         """Asks for permission before every update."""
+
+
+def loss_scale_of(scaler: Any, device: torch.device) -> LossScale:
+    """A loss scale that goes on as a scaler of DeepSpeed would."""
+    if not scaler.dynamic:
+        return LossScale(scaler.cur_scale, None, device)
+    rule = ScaleRule(scaler.scale_window, scaler.delayed_shift, scaler.min_scale, scaler.consecutive_hysteresis)
+    return LossScale(scaler.cur_scale, rule, device)

@@ -25,9 +25,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
-from megatron.engine.deepspeed_internals.base_view import OptimizerView
+from megatron.engine.deepspeed_internals.base_view import OptimizerView, loss_scale_of
 from megatron.engine.deepspeed_internals.experts import is_expert
-from megatron.engine.deepspeed_internals.loss_scaler import loss_scale_of
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
@@ -82,9 +81,8 @@ class OwningView(GradientOwner, OptimizerView):
     def figures(
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
     ) -> GradientFigures | None:
-        """Measures what is asked."""
         matrices = (each for each in trained if is_measured(each) and has_whole_gradient(each))
-        return GradientFigures(layers, measures, self, matrices, mesh) if measures else None
+        return GradientFigures(layers, measures, self._sum, matrices, mesh) if measures else None
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The sums, what backward left, and what the optimizer reads."""
@@ -106,15 +104,12 @@ class OwningView(GradientOwner, OptimizerView):
         self._wrapper.step = step
 
     def loss_scale(self) -> float | torch.Tensor:
-        """That of the step; 1 outside fp16."""
         return 1.0 if self._scale is None else self._scale.value
 
     def loss_scale_state(self) -> dict[str, float]:
-        """That of the step's own scale, by DeepSpeed's names."""
         return {} if self._scale is None else self._scale.counters()
 
     def restore_loss_scale(self, state: Mapping[str, float]) -> None:
-        """Sets what `loss_scale_state` returned."""
         if self._scale is not None:
             self._scale.restore(state)
 
@@ -128,7 +123,6 @@ class DirectView(OwningView):
         return GradientsInPlace(trained, is_measured, averaging)
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
-        """The groups of the torch optimizer."""
         return [group["params"] for group in self.optimizer.param_groups]
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice:
@@ -241,7 +235,6 @@ class SubGroupView(OptimizerView):
         return MasterSlice(first, flat.data.narrow(0, offset, held), flat, offset) if held else None
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
-        """What DeepSpeed has averaged."""
         return tensors_in(self._wrapper.averaged_gradients)
 
     def gradients(self) -> Iterator[torch.Tensor]:

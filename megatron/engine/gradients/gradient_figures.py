@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_sum import GradientSum
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
 from megatron.objective.metric import Metric, Reduction, metrics_of
@@ -82,7 +82,7 @@ class GradientFigures:
     Args:
         layers: global names of the layers of the whole network.
         wanted: which of `NORMS`, `ZEROS` and `NOISE` are measured.
-        owner: has the gradients.
+        gradients: of a step.
         matrices: the parameters on which the noise is measured, of those that this rank counts in the norm.
 
     Attributes:
@@ -94,20 +94,20 @@ class GradientFigures:
         self,
         layers: Sequence[str],
         wanted: Collection[str],
-        owner: GradientOwner,
+        gradients: GradientSum,
         matrices: Iterable[nn.Parameter],
         mesh: ParallelMesh,
     ) -> None:
         self.layers = layers
         sizes = {NORMS: len(layers), ZEROS: 1, NOISE: 2}
         self.sizes: Mapping[str, int] = {kind: size for kind, size in sizes.items() if kind in wanted}
-        self._owner, self._mesh = owner, mesh
+        self._gradients, self._mesh = gradients, mesh
         chosen = list(matrices)
         self._matrices = frozenset(map(id, chosen))
         self._squares: MicroBatchSquares | None = None
         if NOISE in wanted:
             self._squares = MicroBatchSquares(chosen, mesh.device, mesh.kernels.optimizer)
-            owner.watch_micro_batches(self._squares.add)
+            gradients.watcher = self._squares.add
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class GradientFigures:
         Shapes: result `[sum of sizes]` float64.
         """
         device = self._mesh.device
-        counted = self._owner.by_parameter()
+        counted = self._gradients.by_parameter()
         layers, is_matrix = self._places_of([parameter for parameter, _ in counted])
         figures = {kind: torch.zeros(size, dtype=torch.float64, device=device) for kind, size in self.sizes.items()}
         if counted and (NORMS in figures or NOISE in figures):
@@ -159,8 +159,8 @@ class GradientFigures:
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
         """Over the ranks that count parts. Shapes: `[sum of sizes]`; squares of micro-batches are the last but one."""
-        if self._owner.divided_over is not None:
-            all_reduce_sum(sums, self._owner.divided_over)
+        if self._gradients.divided_over is not None:
+            all_reduce_sum(sums, self._gradients.divided_over)
         elif NOISE in self.sizes and self._mesh.gradient.size > 1:
             sums[-2:-1] = all_reduce_sum(sums[-2:-1].clone(), self._mesh.gradient)
         return all_reduce_sum(sums, self._mesh.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,6 @@ from megatron.engine.gradients.gradient_sum import GradientSum, Look, Partial, T
 from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.kernels.optimizer import update
-from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.weight_gradients import AddProduct
 
 
@@ -58,9 +57,7 @@ class GradientOwner:
         self._sum.add(self._trained if parameters is None else parameters)
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        """Adds products that are gradients of trained parameters during a backward pass, so that `accumulate` does not
-        find them; None where that cannot be, see `GradientSum.product_adder`.
-        """
+        """See `GradientSum.product_adder`; `accumulate` does not find what was added so."""
         return self._sum.product_adder(dtype)
 
     def sum_over_ranks(self, partial: Partial, tied: Tied) -> None:
@@ -119,26 +116,9 @@ class GradientOwner:
             partial(update, optimizer, gradient_factor=factor, copies=copies, unflattened=unflattened), loss_scale
         )
 
-    def watch_micro_batches(self, watcher: Callable[[Iterable[nn.Parameter]], None]) -> None:
-        """Has a watcher see the parameters whose gradients of a backward pass are complete, before they are added up;
-        before the first step.
-        """
-        self._sum.watcher = watcher
-
     def look_at_own(self, look: Look) -> None:
         """Has a function see this rank's gradients of the next step, bucket by bucket, before ranks sum them."""
         self._sum.look = look
-
-    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The parameters of which this rank counts something in the norm, each with that part of its gradient between
-        `reduce` and the update, without the padding of the vocabulary; always the same ones.
-        """
-        return self._sum.by_parameter()
-
-    @property
-    def divided_over(self) -> Axis | None:
-        """The data-parallel ranks, if each counts a part of the gradients."""
-        return self._sum.divided_over
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
         """What this rank updates with, averaged over the data-parallel ranks, between `reduce` and the update."""

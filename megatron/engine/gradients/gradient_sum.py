@@ -241,7 +241,6 @@ class GradientsInPlace(GradientSum):
         return _add_to_gradient if takes else None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Its `.grad`."""
         if id(parameter) in self._taken:
             parameter.grad = self._taken.pop(id(parameter))
         if parameter.grad is None:
@@ -268,20 +267,16 @@ class GradientsInPlace(GradientSum):
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """None."""
         return ()
 
     @property
     def counted(self) -> Sequence[torch.Tensor]:
-        """The gradient of each counted parameter."""
         return [self.of(parameter) for parameter in self._counted]
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The gradient of each counted parameter."""
         return [(each, self.of(each).view(-1)[: shard_spec_of(each).box_numel]) for each in self._counted]
 
     def clear(self) -> None:
-        """Frees the gradients."""
         for parameter in self._parameters:
             parameter.grad = None
         for *_, bucket in self._buckets:
@@ -289,7 +284,6 @@ class GradientsInPlace(GradientSum):
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The gradient of each parameter."""
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
 
@@ -361,14 +355,11 @@ class FlatGradients(GradientSum):
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """This rank's part of each group."""
         return self._parts
 
     @property
     def counted(self) -> Sequence[torch.Tensor]:
-        """What it counts of its parts."""
         return self._counted
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """What it counts of each parameter."""
         return self._by_parameter

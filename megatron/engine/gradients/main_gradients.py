@@ -64,7 +64,6 @@ class MainGradients(FlatGradients):
                 self._views[id(parameter)] = buffer.narrow(0, start, parameter.numel()).view_as(parameter)
 
     def begin(self, passes: int) -> None:
-        """Decides whether the gradients stay where they are."""
         self._is_only = self._takes_unflattened and passes == 1 and self.watcher is None
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -110,7 +109,6 @@ class MainGradients(FlatGradients):
         return [self._views[id(parameter)] for parameter in parameters]
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Its view into a buffer."""
         self._copy_only()
         view = self._views[id(parameter)]
         if id(parameter) not in self._written:
@@ -158,7 +156,6 @@ class MainGradients(FlatGradients):
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        """This rank's part of each buffer."""
         self._copy_only()
         return super().parts
 
@@ -183,7 +180,6 @@ class MainGradients(FlatGradients):
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The flat buffers, and what stays outside them."""
         return [*self._buffers, *self._only.values()]
 
 

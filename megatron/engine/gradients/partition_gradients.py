@@ -137,7 +137,6 @@ class PartitionGradients(FlatGradients):
         return self._kept[id(parameter)]  # type: ignore[return-value]
 
     def _kept_whole(self) -> list[_Whole]:
-        """Room for the sums of `keep_whole`."""
         groups: dict[int, list[nn.Parameter]] = {}
         for key in self._kept:
             number, _, parameter = self._places[key]
@@ -211,12 +210,10 @@ class PartitionGradients(FlatGradients):
         run.bucket.close()
 
     def clear(self) -> None:
-        """Sets them to zero."""
         torch._foreach_zero_(self._parts)
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        """The parts, and the sums that are kept whole."""
         return [*self._parts, *(whole.sums.flat for whole in self._whole if whole.sums.is_open)]
 
 

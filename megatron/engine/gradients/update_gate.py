@@ -108,7 +108,6 @@ class StepVerdict:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether the update was dropped."""
         return self.decision not in (None, UpdateDecision.APPLIED)
 
     @property
@@ -318,7 +317,6 @@ class UpdateGate:
         return bool(agreed[1]) and not self.verdict.is_overflow and not is_before_update
 
     def _judge(self, verdict: StepVerdict, agreed: Sequence[float]) -> None:
-        """Gives a step its verdict, the steps in their order."""
         wrong, _, dropped, norm, loss_sum, tokens = agreed
         if (wrong or dropped) and self._allows_overflow:
             verdict.give(UpdateDecision.OVERFLOW, self._bad_steps)

@@ -49,7 +49,6 @@ class Amounts:
 
     @property
     def total(self) -> int:
-        """All bytes."""
         return self.parameters + self.gradients + self.optimizer
 
 

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from megatron.config.sections.optimizers import OptimizerFields
 from megatron.engine.deepspeed_internals.parameters import partition_of, whole_numel
 from megatron.engine.engine import Engine
-from megatron.engine.memory.closed_form import Amounts
+from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 from megatron.engine.tensor_parts import is_block_matrix, tensors_in
 from megatron.parallel.shard_spec import shard_spec_of
 
@@ -33,21 +32,22 @@ def held_bytes(engine: Engine) -> Amounts:
     return Amounts(parameters.size(), gradients.size(), optimizer.size(), on_device)
 
 
-def parameter_groups(engine: Engine) -> list[list[int]]:
-    """Number of elements of each trained parameter, by group of the optimizer, in the order of the groups."""
-    return [[whole_numel(parameter) for parameter in group] for group in engine.view.groups()]
+def predicted_amounts(
+    engine: Engine, *, offloads_optimizer: bool, offloads_parameters: bool, offloaded_ratio: float = 1.0
+) -> Amounts:
+    """What the closed form says that an engine holds when the update begins; see `Partitioning` for the arguments.
 
-
-def group_states(engine: Engine, optim: OptimizerFields) -> list[int]:
-    """Bytes that the optimizer keeps of an element of each of these groups, see `OptimizerFields.state_bytes`."""
-    groups = engine.view.groups()
-    return [optim.state_bytes(of_blocks=bool(group) and is_block_matrix(group[0])) for group in groups]
-
-
-def group_ranks(engine: Engine) -> list[int]:
-    """Over how many ranks each of these groups is divided: experts over those that hold the same ones."""
-    groups = engine.view.groups()
-    return [shard_spec_of(group[0]).replicas(engine.mesh).size if group else 1 for group in groups]
+    Experts are divided over the ranks that hold the same ones.
+    """
+    stage, ranks, weight_bytes = engine.zero_stage, engine.mesh.gradient.size, engine.steps.dtype.itemsize
+    how = Partitioning(stage, ranks, offloads_optimizer, offloads_parameters, weight_bytes, offloaded_ratio)
+    groups = [group for group in engine.view.groups() if group]
+    return predicted_bytes(
+        [[whole_numel(parameter) for parameter in group] for group in groups],
+        how,
+        [shard_spec_of(group[0]).replicas(engine.mesh).size for group in groups],
+        [engine.plan.optim.state_bytes(of_blocks=is_block_matrix(group[0])) for group in groups],
+    )
 
 
 class _Spans:

@@ -20,13 +20,11 @@ class AdamPlan(OptimizerPlan[torch.optim.Optimizer]):
     moments = ADAMS_MOMENTS
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Which of them keep moments in float32, if others have 8 bits."""
         if not self.optim.use_bnb_optimizer:
             return {}
         return {"keeps_float32": getattr(parameter, "global_name", "").startswith("embedding.")}
 
     def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
-        """AdamW for all groups."""
         return adamw(self.optim, groups, implementation)
 
 

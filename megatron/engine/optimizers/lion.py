@@ -58,5 +58,4 @@ class LionPlan(OptimizerPlan[Lion]):
     moments = types.MappingProxyType({"exp_avg": "exp_avg"})
 
     def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> Lion:
-        """Lion for all groups."""
         return Lion(groups, self.optim.lr or 0.0, (self.optim.lion_beta1, self.optim.lion_beta2))

@@ -6,18 +6,18 @@ Source: K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 20
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from megatron.config.sections.optimizers import OptimizerFields
 from megatron.engine.optimizers.adam import adamw
 from megatron.engine.optimizers.orthogonalization import SCALES, orthogonalized
 from megatron.engine.optimizers.plan import ADAMS_MOMENTS, MOMENTUM, OptimizerPlan
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
-from megatron.engine.tensor_parts import MasterSlice, is_block_matrix
+from megatron.engine.tensor_parts import SliceOf, is_block_matrix
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import can_skip, gradients_unless_skipped, unless_skipped, update
 from megatron.parallel.mesh import Axis, ParallelMesh
@@ -30,29 +30,6 @@ _IS_ORTHOGONAL = "is_orthogonal"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class MuonSettings:
-    """How a gradient becomes an update.
-
-    Attributes:
-        momentum: share of the old momentum that is kept.
-        nesterov: whether the gradient counts once more in the update.
-        coefficients: the polynomials of the iteration, see `orthogonalization.COEFFICIENTS`.
-        steps: number of iterations.
-        scale: the rule for the size of an update, see `orthogonalization.SCALES`.
-        extra_scale: a factor of every update.
-        dtype: in which the iteration is computed.
-    """
-
-    momentum: float = 0.95
-    nesterov: bool = True
-    coefficients: str = "quintic"
-    steps: int = 5
-    scale: str = "spectral"
-    extra_scale: float = 0.2
-    dtype: torch.dtype = torch.float32
-
-
 class HeldMatrix(NamedTuple):
     """A matrix, and the part of it that this rank updates: from `offset` on in a flat tensor of the optimizer, which is
     None if it updates none.
@@ -63,17 +40,11 @@ class HeldMatrix(NamedTuple):
     offset: int
 
 
-def held_matrices(
-    parameters: Iterable[nn.Parameter], slice_of: Callable[[nn.Parameter], MasterSlice | None], mesh: ParallelMesh
-) -> list[HeldMatrix]:
+def held_matrices(trained: Sequence[nn.Parameter], slice_of: SliceOf, mesh: ParallelMesh) -> list[HeldMatrix]:
     """The matrices of blocks, and where this rank's optimizer has its parts of them; collective over the ranks that
     hold copies of a shard.
-
-    Args:
-        parameters: all that are trained.
-        slice_of: the part of a parameter that this rank updates.
     """
-    chosen = [parameter for parameter in parameters if is_block_matrix(parameter)]
+    chosen = [parameter for parameter in trained if is_block_matrix(parameter)]
     slices = [slice_of(parameter) for parameter in chosen]
     by_axis: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
     for number, parameter in enumerate(chosen):
@@ -98,14 +69,15 @@ class Muon(torch.optim.Optimizer):
     Args:
         groups: of all parameters; those of matrices have a true `is_orthogonal`.
         others: the optimizer of all other groups, made of the same dictionaries; None if there are none.
+        optim: how a gradient becomes an update.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], others: torch.optim.Optimizer | None, lr: float, settings: MuonSettings
+        self, groups: list[dict[str, Any]], others: torch.optim.Optimizer | None, lr: float, optim: OptimizerFields
     ) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self._others = others
-        self._settings = settings
+        self._optim = optim
         self._held: Sequence[HeldMatrix] = ()
         self._buckets: list[tuple[list[int], WholeMatrices]] = []
         self._is_connected = False
@@ -114,7 +86,6 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def can_skip(self) -> bool:
-        """Whether `found_inf` is known to the other optimizer too."""
         return self._others is None or can_skip(self._others)
 
     def connect(self, held: Sequence[HeldMatrix]) -> None:
@@ -155,17 +126,18 @@ class Muon(torch.optim.Optimizer):
 
     def _direction(self, tensor: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
         """The momentum with this gradient, element by element; a new tensor."""
-        state, momentum = self.state[tensor], self._settings.momentum
+        state, momentum = self.state[tensor], self._optim.muon_momentum
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(tensor)
         kept: torch.Tensor = state["momentum_buffer"]
         [gradient] = gradients_unless_skipped(skip, [tensor.grad], [kept])  # type: ignore[list-item]
         kept.lerp_(gradient, 1.0 - momentum)
-        return gradient.lerp(kept, momentum) if self._settings.nesterov else kept.clone()
+        return gradient.lerp(kept, momentum) if self._optim.muon_nesterov else kept.clone()
 
     def _orthogonalize(self, matrices: Sequence[DividedMatrix], wholes: Sequence[torch.Tensor]) -> None:
         """Replaces whole tensors by their updates; matrices of one shape are computed together."""
-        settings = self._settings
+        optim = self._optim
+        steps, dtype = optim.muon_num_ns_steps, _DTYPES[optim.muon_dtype]
         parts = [list(matrix.matrices(whole)) for matrix, whole in zip(matrices, wholes, strict=True)]
         places: dict[torch.Size, list[tuple[int, int]]] = defaultdict(list)
         for number, each in enumerate(parts):
@@ -173,8 +145,8 @@ class Muon(torch.optim.Optimizer):
                 places[matrix.shape].append((number, position))
         for (rows, columns), members in places.items():
             stacked = torch.stack([parts[number][position] for number, position in members])
-            result = orthogonalized(stacked, settings.coefficients, settings.steps, settings.dtype)
-            result.mul_(SCALES[settings.scale](rows, columns) * settings.extra_scale)
+            result = orthogonalized(stacked, optim.muon_coefficient_type, steps, dtype)
+            result.mul_(SCALES[optim.muon_scale_mode](rows, columns) * optim.muon_extra_scale_factor)
             for (number, position), matrix in zip(members, result, strict=True):
                 parts[number][position] = matrix
         for each_matrix, whole, each in zip(matrices, wholes, parts, strict=True):
@@ -191,36 +163,17 @@ class MuonPlan(OptimizerPlan[Muon]):
     )
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """Which are orthogonalised."""
         return {_IS_ORTHOGONAL: True} if is_block_matrix(parameter) else {}
 
     def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> Muon:
-        """Muon, with AdamW for the groups that it leaves."""
-        optim = self.optim
         others = [group for group in groups if not group.get(_IS_ORTHOGONAL)]
-        settings = MuonSettings(
-            momentum=optim.muon_momentum,
-            nesterov=optim.muon_nesterov,
-            coefficients=optim.muon_coefficient_type,
-            steps=optim.muon_num_ns_steps,
-            scale=optim.muon_scale_mode,
-            extra_scale=optim.muon_extra_scale_factor,
-            dtype=_DTYPES[optim.muon_dtype],
-        )
-        return Muon(groups, adamw(optim, others, implementation) if others else None, optim.lr or 0.0, settings)
+        rest = adamw(self.optim, others, implementation) if others else None
+        return Muon(groups, rest, self.optim.lr or 0.0, self.optim)
 
-    def connect(
-        self,
-        optimizer: Muon,
-        trained: Iterable[nn.Parameter],
-        slice_of: Callable[[nn.Parameter], MasterSlice | None],
-        mesh: ParallelMesh,
-    ) -> None:
-        """Tells Muon which matrices its tensors hold parts of."""
+    def connect(self, optimizer: Muon, trained: Sequence[nn.Parameter], slice_of: SliceOf, mesh: ParallelMesh) -> None:
         optimizer.connect(held_matrices(trained, slice_of, mesh))
 
     def moments_of(self, parameter: nn.Parameter) -> Mapping[Kind, str]:
-        """One of what is orthogonalised, and AdamW's."""
         return MOMENTUM if is_block_matrix(parameter) else ADAMS_MOMENTS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.config import OptimConfig
 from megatron.engine.optimizers.averages import AveragedWeights
-from megatron.engine.tensor_parts import MasterSlice
+from megatron.engine.tensor_parts import SliceOf
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import count_updates
 from megatron.parallel.mesh import ParallelMesh
@@ -29,8 +29,8 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
 
     Each optimizer has a subclass in its file, listed in `plans.py`. The engine asks for the entries of every trained
     parameter's group, has the optimizer built from such groups, and connects it once the weights lie where it updates
-    them: in flat tensors, of which a parameter is a slice. What flags do not go with it is refused before torch is
-    imported, in `megatron/config/rules/`.
+    them: in flat tensors, of which a parameter is a slice. Flags that cannot be combined with it are refused before torch
+    is imported, in `megatron/config/rules/`.
 
     Args:
         optim: the resolved section.
@@ -63,17 +63,9 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
         """
 
     def connect(
-        self,
-        optimizer: _Optimizer,
-        trained: Iterable[nn.Parameter],
-        slice_of: Callable[[nn.Parameter], MasterSlice | None],
-        mesh: ParallelMesh,
+        self, optimizer: _Optimizer, trained: Sequence[nn.Parameter], slice_of: SliceOf, mesh: ParallelMesh
     ) -> None:
-        """Tells the optimizer which parts of which parameters its tensors hold, before the first step; collective.
-
-        Args:
-            slice_of: the part of a parameter that this rank updates; None if it updates none.
-        """
+        """Tells the optimizer which parts of which parameters its tensors hold, before the first step; collective."""
 
     def moments_of(self, parameter: nn.Parameter) -> Mapping[Kind, str]:
         """The same as `moments`, of one parameter."""

@@ -112,7 +112,6 @@ class ScheduleFree(torch.optim.Optimizer):
         return share.float(), correction.masked_fill(steps[0] == 0, 1.0).float()
 
     def _state_of(self, weight: torch.Tensor) -> dict[str, Any]:
-        """The state of a parameter; what is missing begins."""
         state: dict[str, Any] = self.state[weight]
         for name in ("distance", "exp_avg_sq"):
             if state.get(name) is None:
@@ -144,7 +143,6 @@ class IterateMeans(AveragedWeights):
 
     @torch.no_grad()
     def of(self, master: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """The mean of a range of a tensor. Shapes: `[count]`."""
         weights = master.detach().view(-1).narrow(0, first, count)
         distance = self._optimizer.state.get(master, {}).get("distance")
         if distance is None:
@@ -176,21 +174,17 @@ class ScheduleFreePlan(OptimizerPlan[ScheduleFree]):
     moments = types.MappingProxyType({"exp_avg": "distance", "exp_avg_sq": "exp_avg_sq"})
 
     def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> ScheduleFree:
-        """Schedule-free AdamW for all groups."""
         optim = self.optim
         scale_epsilon(optim, groups)
         betas = (optim.adam_beta1, optim.adam_beta2)
         return ScheduleFree(groups, optim.lr or 0.0, betas, optim.schedule_free_weight_lr_power)
 
     def averages(self, optimizer: ScheduleFree, masters: Sequence[torch.Tensor]) -> IterateMeans:
-        """The means of the iterates, which --ema-decay would repeat."""
         return IterateMeans(optimizer, masters)
 
     def weight_of(self, optimizer: ScheduleFree, learning_rate: float) -> float:
-        """What the iterate counts."""
         return optimizer.weight_of(learning_rate)
 
     def resume(self, optimizer: ScheduleFree, master: torch.Tensor, updates: int, weight: float) -> None:
-        """Sets also what the iterates count in their mean."""
         count_updates(optimizer, master, updates)
         optimizer.go_on_from(master, weight)

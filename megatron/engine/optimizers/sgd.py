@@ -17,5 +17,4 @@ class SgdPlan(OptimizerPlan[torch.optim.Optimizer]):
     moments = MOMENTUM
 
     def build(self, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
-        """SGD for all groups."""
         return eager(torch.optim.SGD)(groups, lr=self.optim.lr or 0.0, momentum=self.optim.sgd_momentum)

@@ -49,13 +49,11 @@ class DividedMatrix:
 
     @property
     def tensor_axis(self) -> Axis | None:
-        """The ranks that divide it."""
         number = self.split_dimension
         return None if number is None else self.spec.dimensions[number].axis
 
     @cached_property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape that an owner brings together."""
         return tuple(
             dimension.size if number == self.split_dimension else dimension.local_size
             for number, dimension in enumerate(self.spec.dimensions)
@@ -63,12 +61,10 @@ class DividedMatrix:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of this rank's shard."""
         return torch.Size(self.spec.local_shape).numel()
 
     @cached_property
     def is_held_whole(self) -> bool:
-        """Whether every one of the replicas holds all of the shard."""
         return all(pair == (0, self.shard_numel) for pair in self.ranges)
 
     @cached_property

@@ -45,6 +45,7 @@ class Passes(ABC, Generic[_View]):
             enter: to be called with each phase that begins.
         """
         self._deepspeed, self._view, self._enter = deepspeed, view, enter
+        view.sum_over_ranks(partial, tied)
 
     @abstractmethod
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:

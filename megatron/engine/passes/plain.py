@@ -11,7 +11,6 @@ from megatron.device import CaptureError, GraphCapturer
 from megatron.engine.cuda_graphs import MicroBatchGraphs, warn_of_capture
 from megatron.engine.deepspeed_internals.base_view import OptimizerView
 from megatron.engine.deepspeed_internals.optimizer_views import OwningView
-from megatron.engine.gradients.gradient_sum import Partial, Tied, sum_in_backward
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.base import Passes
 from megatron.engine.passes.step_loss import StepLoss
@@ -30,20 +29,11 @@ class PlainPasses(Passes[OwningView]):
         self._graphs: MicroBatchGraphs | None = None
         self._losses: StepLoss
 
-    def connect(
-        self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
-    ) -> None:
-        """Has the sums over ranks made when all gradients of a step are there."""
-        super().connect(deepspeed, view, partial, tied, enter)
-        view.sum_over_ranks(partial, tied)
-
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        """Captures micro-batches."""
         parameters = (parameter for parameter in self.module.parameters() if hasattr(parameter, "global_name"))
         self._graphs = MicroBatchGraphs(parameters, self._forward_alone, capturer)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         self._losses = losses
         self._view.begin(len(batches))
         for batch in batches:
@@ -59,7 +49,6 @@ class PlainPasses(Passes[OwningView]):
         self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         _evaluate(self.module, batches, losses, self._enter)
 
     def _run_graph(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> bool:
@@ -90,15 +79,7 @@ class PlainPasses(Passes[OwningView]):
 class ShardedPasses(Passes[OptimizerView]):
     """With ZeRO 3: DeepSpeed's engine runs the network, whose weights it gathers, and adds the gradients up."""
 
-    def connect(
-        self, deepspeed: Any, view: OptimizerView, partial: Partial, tied: Tied, enter: Callable[[str], None]
-    ) -> None:
-        """Has every backward pass sum partial gradients, before DeepSpeed's hooks see them."""
-        super().connect(deepspeed, view, partial, tied, enter)
-        sum_in_backward(partial)
-
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         for number, batch in enumerate(batches, start=1):
             # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
             self._deepspeed.set_gradient_accumulation_boundary(number == len(batches))
@@ -110,7 +91,6 @@ class ShardedPasses(Passes[OptimizerView]):
             self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs one micro-batch after the other."""
         _evaluate(self._deepspeed, batches, losses, self._enter)
 
 

@@ -54,7 +54,6 @@ class GraphedChunkRunner(ChunkRunner):
 
     @property
     def count(self) -> int:
-        """Number of sets of graphs that are held now."""
         return sum(map(len, self._sets.values()))
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
@@ -123,7 +122,6 @@ class GraphedChunkRunner(ChunkRunner):
 
 
 def _most_at_once(program: Program, halved: set[tuple[int, int]]) -> dict[_Way, int]:
-    """How many passes of each chunk have begun and not ended at a time."""
     now: Counter[_Way] = Counter()
     most: dict[_Way, int] = {}
     for action in program:
@@ -228,13 +226,11 @@ class _GraphPass(ChunkPass):
         self._graphs, self._free, self._adds_up = graphs, free, adds_up
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Computes all gradients."""
         of_input = self.backward_of_input(gradient)
         self._free.append(self._graphs)
         return of_input
 
     def backward_of_input(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Those of the first graph."""
         graphs = self._graphs
         graphs.gradient.copy_(gradient)
         graphs.backward.replay()
@@ -242,7 +238,6 @@ class _GraphPass(ChunkPass):
         return None if graphs.of_input is None else graphs.of_input.clone()
 
     def backward_of_weights(self) -> None:
-        """Those of the second."""
         graphs = self._graphs
         if graphs.weights is not None:
             graphs.weights.replay()
@@ -251,19 +246,14 @@ class _GraphPass(ChunkPass):
 
 
 class _WarmUp(ChunkPass):
-    """A pass without graphs, on the stream of the captures."""
-
     def __init__(self, passed: ChunkPass, capturer: GraphCapturer) -> None:
         self._passed, self._capturer = passed, capturer
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """As that of the pass."""
         return self._capturer.warm_up(lambda: self._passed.backward(gradient))
 
     def backward_of_input(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """As that of the pass."""
         return self._capturer.warm_up(lambda: self._passed.backward_of_input(gradient))
 
     def backward_of_weights(self) -> None:
-        """As that of the pass."""
         self._capturer.warm_up(self._passed.backward_of_weights)

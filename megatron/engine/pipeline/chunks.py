@@ -1,13 +1,12 @@
-"""Which layers of a network a pipeline rank holds: its chunks, and the weights it shares with other ranks."""
+"""The layers of a network that a pipeline rank holds: its chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.engine.stages import stage_bounds
 from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
-from megatron.model.interface.network import LayerSpec, parameter_names
+from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import BY_COST, Division
 
@@ -67,7 +66,6 @@ class Chunks:
 
     @property
     def has_first(self) -> bool:
-        """Whether the network begins here."""
         return 0 in self.layers
 
     @property
@@ -82,3 +80,37 @@ class Chunks:
     def passes_gradient(self, chunk: int) -> bool:
         """Whether the gradient of a chunk's output is needed; there is no chunk -1."""
         return chunk >= self.first_trained
+
+
+def stage_bounds(
+    specs: Sequence[LayerSpec],
+    placement: Placement,
+    division: Division = BY_COST,
+    work: TokenWork = MATRICES_ONLY,
+    *,
+    may_be_empty: bool = False,
+) -> list[int]:
+    """The boundaries of the chunks in the list of layers: chunk `i` runs `specs[bounds[i]:bounds[i + 1]]`.
+
+    Boundaries lie between blocks. Layers before the first block belong to the first chunk, layers after the last block
+    to the last. Layers cost their operations; in a network that does not name them, blocks cost their parameters.
+
+    Args:
+        work: what layers compute for a token.
+        may_be_empty: whether chunks may go without a block if there are too few: those after the first ones.
+
+    Raises:
+        ConfigError: there are fewer blocks than chunks.
+    """
+    blocks = [index for index, spec in enumerate(specs) if spec.kind is LayerKind.BLOCK]
+    filled = Placement(placement.owners[: len(blocks)]) if may_be_empty else placement
+    costs = [spec.cost.flops(work.pairs) for spec in specs]
+    if not any(costs):
+        costs = [spec.cost.parameters if spec.kind is LayerKind.BLOCK else 0 for spec in specs]
+    ends = (sum(costs[: blocks[0]]), int(work.head_share * sum(costs[blocks[-1] + 1 :]))) if blocks else (0, 0)
+    counts = division.counts([costs[index] for index in blocks], ends, filled)
+    bounds, taken = [0], 0
+    for count in [*counts, *[0] * (placement.chunks - filled.chunks)][:-1]:
+        taken += count
+        bounds.append(blocks[taken] if taken < len(blocks) else blocks[-1] + 1)
+    return [*bounds, len(specs)]

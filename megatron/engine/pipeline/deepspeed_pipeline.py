@@ -95,9 +95,8 @@ class DeepSpeedPasses(Passes[OwningView]):
         self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
     ) -> None:
         """Has the engine add up and reduce by a view, and sum partial gradients in every backward pass."""
-        super().connect(deepspeed, view, partial, tied, enter)
         sum_in_backward(partial)
-        view.sum_over_ranks((), tied)
+        super().connect(deepspeed, view, (), tied, enter)
         reduce_in(deepspeed, view)
 
         def announce(instruction: type) -> None:
@@ -107,13 +106,11 @@ class DeepSpeedPasses(Passes[OwningView]):
         call_before_instructions(deepspeed, announce)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Trains a global batch."""
         if self._view.is_scaled:
             set_loss_scale(self._deepspeed, float(self._view.loss_scale()))
         self._deepspeed.train_batch(data_iter=self._begin(batches, losses))
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Evaluates one."""
         self._deepspeed.eval_batch(self._begin(batches, losses), num_micro_batches=len(batches))
 
     def _begin(

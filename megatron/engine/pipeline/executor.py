@@ -154,14 +154,12 @@ class _Execution:
         self._executor.take_gradients(self._executor.runner.after_backward(action.chunk))
 
     def _gradient_after(self, place: Place) -> torch.Tensor:
-        """The gradient of a chunk's output."""
         if self._chunks.is_last(place[0]):
             return self._losses.seed()
         messages = self._arriving.pop((Kind.RECEIVE_BACKWARD, place), None)
         return self._gradients.pop(place) if messages is None else self._wait(messages)[0]
 
     def _pass_on(self, place: Place, gradient: torch.Tensor | None) -> None:
-        """Keeps the gradient of a chunk's input for the chunk before."""
         if gradient is not None:
             self._gradients[place[0] - 1, place[1]] = gradient
 

@@ -107,14 +107,11 @@ class PipelinePasses(Passes[OwningView]):
     def connect(
         self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
     ) -> None:
-        """Has the sums over ranks made when all gradients of a step are there."""
         super().connect(deepspeed, view, partial, tied, enter)
-        view.sum_over_ranks(partial, tied)
         runner = ChunkRunner(self._stack, self._chunks, splits_backward=self._settings.splits_backward)
         self.executor = Executor(runner, self._mesh.pp, self._mesh.world, view.accumulate, enter)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        """Captures the passes of chunks, see `GraphedChunkRunner`."""
         adds_up = self._view.is_direct
         self.executor.runner = GraphedChunkRunner(self.executor.runner, capturer, adds_up=adds_up)
 
@@ -128,7 +125,6 @@ class PipelinePasses(Passes[OwningView]):
         self._deepspeed.step()
 
     def evaluate(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs the forward passes of the programs."""
         axis, settings = self._mesh.pp, self._settings
         programs = forward_programs(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
         self.executor.run(programs[axis.rank], batches, losses, trains=False)

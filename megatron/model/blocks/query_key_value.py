@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.choice import Implementation
-from megatron.kernels.float8.linear import linear
+from megatron.kernels.float8 import linear
 from megatron.kernels.rotary import split_heads, split_rotated
 from megatron.model.blocks.attention_forms.form import Heads
 from megatron.model.blocks.norm import build_head_norm

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, permutations
 
-from megatron.config.layout import stages_problems
+from megatron.config.rules.layout import stages_problems
 from megatron.config.sections.parallel import ParallelRequest
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Placement

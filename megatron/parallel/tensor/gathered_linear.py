@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.float8.linear import input_gradient, linear
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import Float8, input_gradient, linear
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.collectives import (
     PendingTokens,

@@ -17,7 +17,7 @@ from torch import nn
 from megatron.errors import DataError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.embedding import lookup
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, place
 from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence

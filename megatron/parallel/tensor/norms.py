@@ -27,6 +27,8 @@ class _ReplicatedNorm(DirectModule):
         implementation: of the norm's arithmetic.
     """
 
+    subtracts_mean: bool
+
     def __init__(
         self,
         hidden_size: int,
@@ -41,29 +43,7 @@ class _ReplicatedNorm(DirectModule):
         self.eps, self.zero_centered = eps, zero_centered
         self.implementation = implementation
         self.weight = _norm_weight(ShardSpec.vector(hidden_size, partial=partial), zero_centered, device)
-
-
-class LayerNorm(_ReplicatedNorm):
-    """Layer norm with weight and bias, replicated over the axis.
-
-    Shapes: `[..., h]` to the same.
-    """
-
-    def __init__(self, hidden_size: int, eps: float, **settings: Any) -> None:
-        super().__init__(hidden_size, eps, **settings)
-        spec = shard_spec_of(self.weight)
-        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), spec)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalizes the last dimension."""
-        return layer_norm(
-            x,
-            self.weight,
-            self.bias,
-            self.eps,
-            zero_centered=self.zero_centered,
-            implementation=self.implementation,
-        )
+        self.bias: nn.Parameter | None = None
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
@@ -75,11 +55,29 @@ class LayerNorm(_ReplicatedNorm):
             self.weight,
             self.bias,
             self.eps,
-            subtract_mean=True,
+            subtract_mean=self.subtracts_mean,
             branch_bias=branch_bias,
             zero_centered=self.zero_centered,
             implementation=self.implementation,
         )
+
+
+class LayerNorm(_ReplicatedNorm):
+    """Layer norm with weight and bias, replicated over the axis.
+
+    Shapes: `[..., h]` to the same.
+    """
+
+    subtracts_mean = True
+
+    def __init__(self, hidden_size: int, eps: float, **settings: Any) -> None:
+        super().__init__(hidden_size, eps, **settings)
+        spec = shard_spec_of(self.weight)
+        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), spec)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {"zero_centered": self.zero_centered, "implementation": self.implementation}
+        return layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
 class RMSNorm(_ReplicatedNorm):
@@ -90,25 +88,10 @@ class RMSNorm(_ReplicatedNorm):
     Source: Zhang and Sennrich, "Root mean square layer normalization", 2019, equation 4.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalizes the last dimension."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
+    subtracts_mean = False
 
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + (x + branch_bias)`, or what of it there is, and the norm of it."""
-        return add_norm(
-            x,
-            residual,
-            self.weight,
-            None,
-            self.eps,
-            subtract_mean=False,
-            branch_bias=branch_bias,
-            zero_centered=self.zero_centered,
-            implementation=self.implementation,
-        )
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, implementation=self.implementation)
 
 
 class HeadsRMSNorm(nn.Module):

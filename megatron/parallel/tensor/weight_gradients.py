@@ -16,8 +16,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels import products
-from megatron.kernels.float8.linear import input_gradient, linear, weight_gradient
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import Float8, input_gradient, linear, weight_gradient
 
 Work = Callable[[], None]
 Gradients = tuple[torch.Tensor | None, ...]
@@ -71,7 +70,7 @@ def deferrable_linear(
 ) -> torch.Tensor:
     """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
 
-    Shapes: as `megatron.kernels.float8.linear.linear`.
+    Shapes: as `megatron.kernels.float8.linear`.
     """
     if queue is not None and torch.is_grad_enabled():
         return _DeferrableLinear.apply(x, weight, bias, queue, float8)  # type: ignore[no-any-return]

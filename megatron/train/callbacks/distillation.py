@@ -11,8 +11,7 @@ from megatron.checkpoint import load_newest, newest_record
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.architecture.positions import LEARNED
-from megatron.config.layout import heads_problems, widths_problems
-from megatron.config.sequence_rules import padded_length
+from megatron.config.rules.layout import heads_problems, widths_problems
 from megatron.engine.engine import Engine
 from megatron.engine.pipeline.chunks import Chunks
 from megatron.errors import CheckpointError, ConfigError
@@ -134,7 +133,7 @@ def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Itera
             name = f"--{field.replace('_', '-')}-teacher"
             shown, other = _shown(given), _shown(held)
             yield f"{name} is {shown}, and {at} has {other}. Drop {name}, or give the checkpoint that was meant."
-    length = padded_length(config.data.seq_length, config.parallel, causal=not config.model.bidirectional)
+    length = config.parallel.padded_length(config.data.seq_length, causal=not config.model.bidirectional)
     if model.position_embedding_type == LEARNED and model.max_position_embeddings < length:
         shown = f"--seq-length {config.data.seq_length}"
         shown += f", padded to {length}" if length > config.data.seq_length else ""

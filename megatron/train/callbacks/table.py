@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 
 from megatron.train.callback import Callback, CallbackList, CallbackSetup
 from megatron.train.callbacks.activity import ActivityReports
 from megatron.train.callbacks.collecting import CollectingGarbage
 from megatron.train.callbacks.distillation import Distillation
-from megatron.train.callbacks.evaluation_tasks import EvaluationTasks
 from megatron.train.callbacks.keeping import Keeping
 from megatron.train.callbacks.numerics import PoisonedBatches, ReplicaCheck, SkippedRanges, Spikes
 from megatron.train.callbacks.profiling import Profiling
-from megatron.train.callbacks.sample_prompts import SamplePrompts
 from megatron.train.callbacks.slowest_rank import SlowestRankReports
 from megatron.train.callbacks.watching import Watching
 
@@ -23,14 +22,19 @@ CALLBACK_CLASSES: tuple[type[Callback], ...] = (
     Profiling,
     Spikes,
     ReplicaCheck,
-    EvaluationTasks,
-    SamplePrompts,
     Watching,
     ActivityReports,
     SlowestRankReports,
     Keeping,
     CollectingGarbage,
 )
+
+# Those that companions add: module and class by the flag's field. They are imported if the flag is given, by name,
+# because the trainer works without its companions; and come first, so that garbage is collected after them.
+COMPANION_CALLBACKS = {
+    "eval_tasks": ("trident.evaluate.training.evaluation_tasks", "EvaluationTasks"),
+    "sample_prompts": ("trident.evaluate.training.sample_prompts", "SamplePrompts"),
+}
 
 
 def make_callbacks(setup: CallbackSetup, more: Sequence[type[Callback]] = ()) -> CallbackList:
@@ -42,5 +46,7 @@ def make_callbacks(setup: CallbackSetup, more: Sequence[type[Callback]] = ()) ->
     Raises:
         MegatronError: what a flag of a callback asks for is not there.
     """
-    made = (each.of(setup) for each in (*CALLBACK_CLASSES, *more))
+    values, companions = setup.config.flat(), COMPANION_CALLBACKS.items()
+    asked = [getattr(import_module(module), name) for flag, (module, name) in companions if values[flag] is not None]
+    made = (each.of(setup) for each in (*asked, *CALLBACK_CLASSES, *more))
     return CallbackList(callback for callback in made if callback is not None)

@@ -13,9 +13,12 @@ from megatron import log
 from megatron.config import ModelConfig
 from megatron.config.files.deepspeed_file import read_settings
 from megatron.config.flags.fields import Unset
-from megatron.config.resolve import Machine, dtype_problems, machine_problems
-from megatron.config.run_config import RunRequest, fields_of
-from megatron.config.world import world_problems
+from megatron.config.machine import Machine
+from megatron.config.resolve import machine_problems
+from megatron.config.rules.checking import world_problems
+from megatron.config.rules.precision import supported_dtype
+from megatron.config.run_config import RunRequest
+from megatron.config.run_sections import fields_of
 from megatron.cuda_driver import largest_gpu_memory_bytes, why_no_cuda
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
 from megatron.errors import ConfigError, LaunchError, MegatronError
@@ -42,7 +45,7 @@ def launch_failures(
     reason = why_no_cuda()
     device = "cpu" if reason else "cuda"  # without a reason torch will report it
     machine = Machine(device, 1, not reason, supports_bf16=True, device_reason=reason, supports_fp8=not reason)
-    problems = list(dtype_problems(request.precision, machine))
+    problems = list(supported_dtype(request, machine))
     try:
         ranks = launched_ranks(request.parallel.local_rank)
     except LaunchError as failure:
@@ -50,7 +53,7 @@ def launch_failures(
     if _has_layout(request, wrong):
         machine = dataclasses.replace(machine, world_size=ranks.world_size)
         if is_sound:
-            problems += machine_problems(request, machine)
+            problems = list(machine_problems(request, machine))
         elif not request.parallel.elastic:
             problems += world_problems(request, machine.world_size)
         if ranks.launcher == "none" and request.parallel.replica_size > 1 and not request.parallel.elastic:
@@ -133,7 +136,7 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
     model, parallel, optim = _sizes(request), request.parallel, request.optim
     settings = {} if parallel.deepspeed_config is None else read_settings(parallel.deepspeed_config)
     zero = settings.get("zero_optimization", {})
-    is_other = optim.optimizer != "adam" or optim.use_bnb_optimizer or parallel.cpu_optimizer
+    is_other = optim.use_bnb_optimizer or parallel.cpu_optimizer
     is_partial = bool(request.finetuning.freeze) or request.evaluation.eval_only
     is_offloaded = isinstance(zero, dict) and any(name.startswith("offload") for name in zero)
     if is_other or is_partial or is_offloaded or parallel.elastic or Unset.COMPUTED in vars(model).values():
@@ -144,7 +147,7 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
     is_half = request.precision.dtype_name != "float32"
     stage = max(parallel.zero_stage, 1) if is_half else parallel.zero_stage
     how = Partitioning(stage, replicas, weight_bytes=2 if is_half else 4)
-    return predicted_bytes([[share]], how).on_device
+    return predicted_bytes([[share]], how, states=[optim.state_bytes(of_blocks=True)]).on_device
 
 
 def _sizes(request: RunRequest) -> ModelConfig:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.pipeline_rules import chunks_per_rank, schedule_name
 from megatron.config.run_config import RunRequest
+from megatron.config.schedule import batch_sizes
 from megatron.config.sections.pipelines import is_schedule_file
-from megatron.config.world import batch_sizes
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
 
@@ -19,20 +18,14 @@ def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
         request: flags without a problem, whose batch sizes and layout fit the world.
     """
     parallel, optim, layers = request.parallel, request.optim, request.model.num_layers
-    name = schedule_name(parallel, layers)
+    name = parallel.schedule_for(layers)
     if not is_schedule_file(name):
         return
-    if optim.rampup_batch_size is not None:
-        yield (
-            f"--pipeline-schedule {name} is for one number of micro-batches, which --rampup-batch-size changes. Use a "
-            "schedule by name, or drop --rampup-batch-size."
-        )
-        return
     replicas = world_size // parallel.replica_size
-    micro, batch, _ = batch_sizes(optim, replicas)
+    micro, batch = batch_sizes(optim, replicas)
     try:
         schedule = build_schedule(
-            name, parallel.pipeline_model_parallel_size, chunks_per_rank(parallel, layers), batch // (micro * replicas)
+            name, parallel.pipeline_model_parallel_size, parallel.chunks_for(layers), batch // (micro * replicas)
         )
     except ConfigError as failure:
         yield from failure.problems

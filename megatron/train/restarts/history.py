@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint.storage import Storage, read_head, read_tail
 from megatron.errors import ExitCode, MegatronError, NumericsError
 from megatron.files.appending import append_line
@@ -166,7 +166,7 @@ class RestartHistory:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Records what ends the process within the block: an exception that leaves it, or another thread."""
-        forget = log.on_failure(self._note_failure)
+        forget = process_exit.on_failure(self._note_failure)
         try:
             yield
         except BaseException as failure:

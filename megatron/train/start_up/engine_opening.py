@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,18 +28,18 @@ from megatron.engine.optimizers.plans import plan_of
 from megatron.engine.pipeline.passes import PipelineSettings
 from megatron.errors import LaunchError
 from megatron.kernels.choice import is_installed
-from megatron.kernels.float8.linear import MULTIPLE
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import MULTIPLE, Float8
 from megatron.kernels.products import can_add_product
 from megatron.model.costs import token_work
-from megatron.model.float8 import use_float8
-from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
+from megatron.model.gpt import BLOCKS
+from megatron.model.interface.network import LayerKind, LayerSpec, LayerStack, parameter_names
 from megatron.model.networks import network_layers
 from megatron.observe.console import size_line, trained_line
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.schedule.division import Division
 from megatron.parallel.shard_spec import shard_spec_of
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.weight_gradients import add_by_product
 from megatron.train.objectives import build_objective, step_settings
 
@@ -110,6 +111,25 @@ def choose_products(config: RunConfig, engine: Engine) -> None:
             f"--fp8-format {config.precision.fp8_format}: {count - fitting} of {count} matrices on a rank have sizes "
             f"that are not multiples of {MULTIPLE}, and stay in bf16."
         )
+
+
+def use_float8(stack: LayerStack, float8: Float8, blocks: Collection[int]) -> tuple[int, int]:
+    """Has the split matrices of these blocks multiplied in eight bits: those of attention and of dense feed-forward
+    layers, not those of experts and routers.
+
+    Returns:
+        How many matrices this rank has in these blocks, and of how many the sizes allow it.
+    """
+    names = {f"{BLOCKS}.{index}" for index in blocks}
+    count = fitting = 0
+    for spec, module in stack.named_layers():
+        for layer in module.modules() if spec.name in names else ():
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                layer.float8 = float8
+                *outputs, inputs = shard_spec_of(layer.weight).local_shape
+                count += 1
+                fitting += math.prod(outputs) % MULTIPLE == 0 and inputs % MULTIPLE == 0
+    return count, fitting
 
 
 def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:

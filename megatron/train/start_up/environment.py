@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron import __version__, device, log
+from megatron import __version__, device, log, process_exit
 from megatron.checkpoint import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
 from megatron.config import Machine, ReportConfig, RunConfig, RunRequest, TokenizerFacts, resolve
@@ -114,7 +114,7 @@ def open_environment(request: RunRequest, signals: StopSignals | None = None) ->
 
 @contextlib.contextmanager
 def _explaining_failures(history: RestartHistory) -> Iterator[None]:
-    with log.showing_failures(), history.recording(), _explain_lost_peers():
+    with process_exit.showing_failures(), history.recording(), _explain_lost_peers():
         yield
 
 

@@ -12,14 +12,14 @@ import torch
 from megatron import device, log
 from megatron.checkpoint.record import Progress
 from megatron.config import KernelConfig, ModelConfig, ParallelConfig, ReportConfig, RunConfig, SavingConfig
+from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.config.flags.legacy import IGNORING
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
 from megatron.data.build import TakenSource, taken_sources
 from megatron.engine.cuda_graphs import OFF
-from megatron.engine.ds_config import deepspeed_config, offloaded_ratio
+from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
-from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
-from megatron.engine.memory.held import group_ranks, group_states, parameter_groups
+from megatron.engine.memory.held import predicted_amounts
 from megatron.model.costs import chunk_flops, idle_expert_parameters
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.observe.speed import Workload, peak_flops_per_second
@@ -37,7 +37,6 @@ _SOURCES = 3
 _RULE = "-" * 80
 _MOST_STAGES = 8
 _GRID_ROWS = _GRID_BRACKETS = _GRID_RANKS = 4
-_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 _Item = TypeVar("_Item")
 
@@ -279,15 +278,12 @@ def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
     if config.optim.use_bnb_optimizer:
         return None
     zero = deepspeed_config(config)["zero_optimization"]
-    how = Partitioning(
-        engine.zero_stage,
-        engine.mesh.gradient.size,
+    own = predicted_amounts(
+        engine,
         offloads_optimizer=_is_offloaded(zero.get("offload_optimizer")),
         offloads_parameters=_is_offloaded(zero.get("offload_param")),
-        weight_bytes=_WEIGHT_BYTES[config.precision.dtype_name],
         offloaded_ratio=offloaded_ratio(zero),
     )
-    own = predicted_bytes(parameter_groups(engine), how, group_ranks(engine), group_states(engine, config.optim))
     return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint import SaveOptions, saving
 from megatron.checkpoint.catalogue import StoredPiece, StoredRun
 from megatron.checkpoint.layout import check_complete, plan_piece
@@ -233,4 +233,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -4,58 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config.expert_rules import balancing_notices
-from megatron.config.run_config import DEFAULT
-from megatron.errors import ConfigError
+from megatron.config.rules.experts import balancing_notices
+from megatron.config.run_sections import DEFAULT
 from tests.config.command_lines import small
 
 EXPERTS = "--num-experts 8 --moe-router-topk 4 "
-
-
-@pytest.mark.parametrize(
-    "text, sentence",
-    [
-        (
-            "--moe-layer-pattern 0 0 0 0 0 0 0 0 0 1",
-            "--num-experts 8 with --moe-layer-pattern 0 .* gives none of the . layers experts. Use a pattern with a 1",
-        ),
-        ("--moe-router-num-groups 4", "--moe-router-num-groups 4 needs --moe-router-group-topk. Give both"),
-        ("--moe-router-group-topk 2", "--moe-router-group-topk 2 needs --moe-router-num-groups"),
-        (
-            "--moe-router-num-groups 3 --moe-router-group-topk 2",
-            "--num-experts 8 cannot be divided into --moe-router-num-groups 3 .*Use --moe-router-num-groups 2",
-        ),
-        (
-            "--moe-router-num-groups 4 --moe-router-group-topk 1",
-            "--moe-router-group-topk 1 does not go with --moe-router-topk 4 .* lie in 2 to 4 groups. "
-            "Use --moe-router-group-topk 2",
-        ),
-        (
-            "--moe-router-num-groups 2 --moe-router-group-topk 3",
-            "--moe-router-group-topk 3 does not .* Use --moe-router-group-topk 2",
-        ),
-        (
-            "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-group-scored-experts 3",
-            "--moe-router-group-scored-experts 3 is more than the 2 experts of a group .* Use at most 2",
-        ),
-        ("--moe-router-num-groups 0 --moe-router-group-topk 1", "--moe-router-num-groups 0 is out of range"),
-        ("--moe-router-bias-update-rate -0.1", "--moe-router-bias-update-rate -0.1 is out of range"),
-        ("--moe-aux-loss-scope batch", "--moe-aux-loss-scope batch is unknown. Use one of: micro_batch, sample, glo"),
-        ("--moe-router-load-balancing-type sinkhorn", "sinkhorn is refused: it chooses experts for a whole micro-b"),
-        ("--moe-router-load-balancing-type lucky", "lucky is unknown. Use one of: aux_loss, seq_aux_loss, global"),
-    ],
-)
-def test_what_cannot_be_routed_is_refused(text: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence) as caught:
-        small(EXPERTS + text)
-    assert len(caught.value.problems) == 1
-
-
-def test_groups_divide_the_experts_of_every_layer() -> None:
-    layers = "--num-layers 2 --num-experts 8 12 --moe-router-topk 2 --moe-router-group-topk 2 --moe-router-num-groups "
-    assert small(layers + "4").model.moe_router_num_groups == 4
-    with pytest.raises(ConfigError, match="--num-experts 12 cannot be divided .* Use --moe-router-num-groups 4"):
-        small(layers + "8")
 
 
 def test_a_bias_takes_the_place_of_the_loss_unless_a_coefficient_is_given() -> None:

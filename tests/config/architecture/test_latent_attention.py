@@ -7,7 +7,6 @@ import math
 import pytest
 
 from megatron.config.sections.model import idle_fields
-from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 LATENT = (
@@ -38,24 +37,6 @@ def test_with_mup_the_scores_are_stretched_as_well() -> None:
     mup = "--use-mup --mup-base-hidden-size 16 "
     plain, stretched = (small(LATENT + mup + more).model.softmax_scale for more in ("", YARN))
     assert plain == pytest.approx(1 / 12) and stretched == pytest.approx((1 + 0.2 * math.log(4)) ** 2 / 12)
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ("--qk-pos-emb-head-dim 5", "--qk-pos-emb-head-dim 5 is odd, and channels are rotated in pairs. Use 6"),
-        ("--v-head-dim 13", "--v-head-dim 13 is more than the 12 channels of queries and keys .* Use at most 12"),
-        ("--position-embedding-type alibi", "--position-embedding-type alibi does not go with .* Use .* rope"),
-        ("--num-query-groups 2", "--num-query-groups 2 does not go with --multi-latent-attention. .* drop it"),
-        ("--rotary-percent 0.5", "--rotary-percent 0.5 does not go with .* Use --qk-pos-emb-head-dim"),
-        ("--rope-layer-pattern 1 0", "--rope-layer-pattern does not go with --multi-latent-attention. Drop it"),
-        ("--bidirectional", "--bidirectional does not go with --multi-latent-attention"),
-        ("--attention-output-gate", "--attention-output-gate does not go with --multi-latent-attention"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(flags: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        small(LATENT + flags)
 
 
 def test_fields_without_effect() -> None:

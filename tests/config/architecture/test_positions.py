@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.config import ModelRequest
+from megatron.config.rules.checking import checked_model
 from megatron.errors import ConfigError
 
 LATENT = {"multi_latent_attention": True, "qk_pos_emb_head_dim": 8, "qk_head_dim": 8, "v_head_dim": 8}
@@ -28,7 +29,7 @@ def test_longrope_has_a_factor_for_every_pair_of_channels(changes: dict[str, Any
     assert longrope(pairs, pairs, **changes).rotary_width == 2 * pairs
     for short, long in ((pairs - 1, pairs - 1), (pairs, pairs + 1), (0, 0)):
         with pytest.raises(ConfigError, match=f"-long-factors, {pairs} numbers each: .* {short} and {long} were given"):
-            longrope(short, long, **changes)
+            checked_model(longrope(short, long, **changes))
 
 
 def test_a_width_that_does_not_exist_is_the_only_problem() -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from megatron.config import ModelRequest
 from megatron.config.architecture.scales import SAME, SCALED, XAVIER_UNIFORM
-from megatron.errors import ConfigError
 
 
 def request(**changes: Any) -> ModelRequest:
@@ -39,27 +36,3 @@ def test_factors_that_are_given_are_kept_under_mup() -> None:
     assert request(use_mup=True, mup_base_hidden_size=16, mup_output_mult=3.0).logit_multiplier == 3.0
     given = request(use_mup=True, mup_base_hidden_size=16, logit_multiplier=0.5, softmax_scale=0.1)
     assert (given.logit_multiplier, given.softmax_scale) == (0.5, 0.1)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (
-            {"init_method_xavier_uniform": True, "init_method": "small"},
-            "--init-method-xavier-uniform and --init-method small contradict each other",
-        ),
-        (
-            {"init_method": "small", "init_method_std": 0.01},
-            r"--init-method-std 0\.01 has no effect with --init-method small",
-        ),
-        (
-            {"init_method": "xavier_normal", "use_mup": True},
-            "--use-mup cannot be combined with --init-method xavier_normal",
-        ),
-        ({"mup_base_hidden_size": 16}, "--mup-base-hidden-size 16 has no effect without --use-mup"),
-        ({"mup_base_head_dim": 4.0}, r"--mup-base-head-dim 4\.0 has no effect without --use-mup"),
-    ],
-)
-def test_contradictions_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        request(**changes)

@@ -47,17 +47,6 @@ def test_yaml_by_section(tmp_path: Path) -> None:
     assert small(f"--config {file}").optim.lr == 1e-3
 
 
-def test_sections_of_an_older_version_hold_flags_as_well(tmp_path: Path) -> None:
-    file = tmp_path / "config.json"
-    origins = {"control.save_interval": "given", "control.eval_iters": "default"}
-    saved = {"control": {"save_interval": 7, "log_interval": 9, "eval_iters": 3}, "provenance": origins}
-    file.write_text(json.dumps(saved))
-    config = small(f"--config {file}")
-    assert (config.saving.save_interval, config.report.log_interval, config.evaluation.eval_iters) == (7, 100, 100)
-    file.write_text('{"control": {"log_interval": 9}}')
-    assert small(f"--config {file}").report.log_interval == 9
-
-
 def test_a_written_config_repeats_the_run(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     first = small("--train-samples 64 --bf16 --rampup-batch-size 2 2 8", drop="--train-iters")

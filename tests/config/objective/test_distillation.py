@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron.config.objective.distillation import DistillationConfig
-from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 # What scripts of deepspeedai's fork pass for a teacher without experts and for one with the same number in each layer.
@@ -37,23 +34,3 @@ def test_it_is_over_after_its_iterations() -> None:
     section = DistillationConfig(mos=True, load_teacher="t", kd_iters=3)
     assert [section.is_over(step) for step in (0, 2, 3, 9)] == [False, False, True, True]
     assert not DistillationConfig(kd=True, load_teacher="t").is_over(10**9)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("--kd", r"--kd needs --load-teacher, the folder of the checkpoint of the teacher"),
-        ("--mos", r"--mos needs --load-teacher"),
-        ("--load-teacher t", r"--load-teacher t is given without --kd or --mos.*Add --kd, or drop --load-teacher"),
-        ("--kd --load-teacher t --kd-alpha-ce 0 --kd-beta-ce 0", r"--kd-alpha-ce 0 and --kd-beta-ce 0 leave nothing"),
-        ("--kd --load-teacher t --kd-temp 0", r"--kd-temp 0\.0 is out of range\. It must be more than 0"),
-        ("--kd --load-teacher a/../t --save t", r"--load-teacher a/\.\./t is the folder to which this run saves"),
-        (
-            "--kd --load-teacher t --objective masked --bidirectional",
-            r"--kd compares predictions of next tokens, which an encoder does not make\. Drop it",
-        ),
-    ],
-)
-def test_what_does_not_go_together(text: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        small(text)

@@ -18,12 +18,6 @@ def test_a_run_has_at_least_one_epoch() -> None:
         FinetuningConfig(epochs=0)
 
 
-def test_packed_examples_cannot_be_drawn_one_by_one() -> None:
-    assert FinetuningConfig(copy_prompt_probability=0.25).copy_prompt_probability == 0.25
-    with pytest.raises(ConfigError, match=r"--copy-prompt-probability 0\.25 draws whole samples"):
-        FinetuningConfig(copy_prompt_probability=0.25, pack_examples=True)
-
-
 def test_a_probability_is_at_most_one() -> None:
     with pytest.raises(ConfigError, match=r"--copy-prompt-probability 1\.5 is out of range\. It must be at most 1\."):
         FinetuningConfig(copy_prompt_probability=1.5)

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.config import LossConfig
 from megatron.errors import ConfigError
+from tests.config.command_lines import small
 
 
 def test_the_loss_is_the_plain_cross_entropy_unless_asked_otherwise() -> None:
@@ -13,22 +14,10 @@ def test_the_loss_is_the_plain_cross_entropy_unless_asked_otherwise() -> None:
     assert LossConfig().objective == "causal"
 
 
-def test_positions_are_weighed_only_where_prefixes_are_random() -> None:
-    sentence = r"--reweight-loss-based-on-position-frequency is for --objective prefix.*this is --objective causal"
-    with pytest.raises(ConfigError, match=sentence):
-        LossConfig(reweight_loss_based_on_position_frequency=True)
-    assert LossConfig(objective="prefix", reweight_loss_based_on_position_frequency=True)
-
-
-@pytest.mark.parametrize("objective", ["causal", "multitask"])
-def test_the_mean_may_be_taken_over_samples(objective: str) -> None:
+def test_objectives_that_may_weigh_positions_or_samples() -> None:
     assert LossConfig().loss_mean == "tokens"
-    assert LossConfig(objective=objective, loss_mean="samples")
-
-
-def test_random_prefixes_have_a_mean_of_their_own() -> None:
-    with pytest.raises(ConfigError, match=r"--loss-mean samples is for .*; --objective prefix normalizes its loss"):
-        LossConfig(objective="prefix", loss_mean="samples")
+    assert small("--objective prefix --reweight-loss-based-on-position-frequency").loss.objective == "prefix"
+    assert [small(f"--loss-mean samples{more}").loss.loss_mean for more in ("", " --objective multitask")]
 
 
 @pytest.mark.parametrize(("objective", "sees"), [("causal", False), ("prefix", True), ("multitask", True)])

@@ -24,14 +24,5 @@ def test_some_tokens_are_predicted_but_not_all(share):
 
 
 def test_shares_of_what_predicted_tokens_are_shown_as():
-    with pytest.raises(ConfigError, match="--random-replace-prob 0.6 and --unmask-replace-prob 0.5 sum to 1.1"):
-        MaskingConfig(random_replace_prob=0.6, unmask_replace_prob=0.5)
     with pytest.raises(ConfigError, match="--unmask-replace-prob 1.5"):
         MaskingConfig(unmask_replace_prob=1.5)
-
-
-def test_phrases_are_for_sentences():
-    with pytest.raises(ConfigError, match="--masking-ngrams 2 is for --masked-samples sentences; with documents"):
-        MaskingConfig(masked_samples="documents", masking_ngrams=2)
-    with pytest.raises(ConfigError, match="--masked-samples words is unknown"):
-        MaskingConfig(masked_samples="words")

@@ -33,7 +33,6 @@ def test_what_is_requested(fields: dict[str, object], expected: dict[str, str]) 
         ({"kernels": "softmx=csrc"}, "there is no operation 'softmx'. Use softmax, norm"),
         ({"kernels": "norm=csrc,norm=torch"}, "names norm twice"),
         ({"kernels": "csrc,torch"}, "names all operations twice"),
-        ({"kernels": "softmax=csrc", "masked_softmax_fusion": False}, "--no-masked-softmax-fusion contradicts"),
     ],
 )
 def test_what_makes_no_sense_is_refused(fields: dict[str, object], sentence: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from megatron.config import LoadingConfig
-from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
 
@@ -28,8 +27,3 @@ def test_the_step_to_load(flags: dict[str, Any], step: int | None) -> None:
 def test_a_fork_has_another_name_for_a_reset_of_the_iteration() -> None:
     loading = small("--load x --reset-progress").loading
     assert loading.finetune and loading.takes_optimizer_state
-
-
-def test_what_contradicts_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="--from-scratch and --finetune contradict each other"):
-        LoadingConfig(from_scratch=True, finetune=True)

@@ -41,19 +41,6 @@ def test_the_vocabulary_belongs_to_the_resolved_architecture() -> None:
     assert request().vocab_size is None
 
 
-def test_a_token_cannot_go_to_more_experts_than_there_are() -> None:
-    with pytest.raises(ConfigError, match="--moe-router-topk 3 is more than --num-experts 2"):
-        request(num_experts=2, moe_router_topk=3)
-    assert request(num_experts=1, moe_router_topk=3).num_experts == 1
-
-
-def test_a_single_expert_per_token_needs_its_score_as_weight() -> None:
-    with pytest.raises(ConfigError, match="--moe-router-topk 1 with --num-experts 4 needs --moe-router-pre-softmax"):
-        request(num_experts=4, moe_router_topk=1)
-    assert request(num_experts=4, moe_router_topk=1, moe_router_pre_softmax=True).keeps_scores
-    assert request(num_experts=4, moe_router_topk=1, moe_router_score_function="sigmoid").keeps_scores
-
-
 def test_the_pattern_says_which_layers_have_experts() -> None:
     routed = request(num_layers=4, num_experts=4, moe_layer_pattern=(0, 1))
     assert [routed.has_experts(layer) for layer in range(4)] == [False, True, False, True]

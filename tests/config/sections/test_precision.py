@@ -17,11 +17,6 @@ def test_the_dtype(flags: dict[str, bool], name: str) -> None:
     assert PrecisionConfig(**flags).dtype_name == name
 
 
-def test_a_run_has_one_dtype() -> None:
-    with pytest.raises(ConfigError, match="--fp16 and --bf16 are both given"):
-        PrecisionConfig(fp16=True, bf16=True)
-
-
 @pytest.mark.parametrize(
     ("field", "value"), [("loss_scale", 0.0), ("initial_loss_scale", 0.5), ("min_loss_scale", 0.0), ("hysteresis", 0)]
 )
@@ -33,15 +28,7 @@ def test_bounds_of_the_loss_scale(field: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"fp8_format": "e4m3"}, "--fp8-format e4m3 needs --bf16, for all that .* Add it"),
-        ({"fp8_hybrid": True, "fp16": True}, "--fp8-format hybrid needs --bf16"),
         ({"fp8_format": "e5m2", "bf16": True}, "--fp8-format e5m2 is unknown. Use one of: e4m3, hybrid"),
-        ({"fp8_e4m3": True, "fp8_hybrid": True}, "--fp8-e4m3 and --fp8-hybrid contradict --fp8-format None. Give one"),
-        ({"fp8_e4m3": True, "fp8_format": "hybrid", "bf16": True}, "--fp8-e4m3 contradicts --fp8-format hybrid"),
-        (
-            {"num_layers_at_start_in_bf16": 9},
-            "--num-layers-at-start-in-bf16 9 has no effect without --first-last-layers",
-        ),
         (
             {"fp8_recipe": "delayed"},
             "--fp8-recipe delayed is not supported: .* Use --fp8-recipe tensorwise, or rowwise",
@@ -49,8 +36,6 @@ def test_bounds_of_the_loss_scale(field: str, value: float) -> None:
         ({"fp8_recipe": "blockwise"}, "--fp8-recipe blockwise is not supported"),
         ({"fp8_recipe": "mxfp8"}, "--fp8-recipe mxfp8 is not supported"),
         ({"fp8_recipe": "rows"}, "--fp8-recipe rows is unknown. Use tensorwise or rowwise"),
-        ({"fp8_emulation": True}, "--fp8-emulation needs --fp8-format.* Add --fp8-format hybrid"),
-        ({"first_last_layers_bf16": True}, "--first-last-layers-bf16 needs --fp8-format.* Drop it"),
         ({"num_layers_at_end_in_bf16": -1}, "--num-layers-at-end-in-bf16 -1 is out of range"),
     ],
 )

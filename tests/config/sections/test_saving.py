@@ -22,11 +22,6 @@ def test_a_name_that_is_none_is_refused(name: str) -> None:
     assert name in str(failure.value)
 
 
-def test_nothing_is_kept_where_nothing_is_deleted() -> None:
-    with pytest.raises(ConfigError, match="--keep-every says which checkpoints are not deleted"):
-        SavingConfig(keep_every=5)
-
-
 def test_a_folder_without_an_interval_holds_the_end_of_a_run_and_says_so() -> None:
     (notice,) = small("--save out").notices
     assert notice.startswith("--save out without --save-interval: a checkpoint is written only where the run ends")
@@ -39,10 +34,3 @@ def test_an_address_is_no_folder() -> None:
         SavingConfig(save="s3://bucket/run", save_interval=1)
     assert SavingConfig(save_secondary="s3://bucket/run").save_secondary == "s3://bucket/run"
     assert SavingConfig(save_secondary="C-drive/run:1").save_secondary == "C-drive/run:1"
-
-
-@pytest.mark.parametrize("place", [None, "s3://bucket/run"])
-def test_copies_on_nodes_need_a_folder(place: str | None) -> None:
-    with pytest.raises(ConfigError, match=f"needs --save-secondary, a folder on the disk of each node, not {place}"):
-        SavingConfig(save_secondary=place, save_secondary_per_node=True)
-    assert SavingConfig(save_secondary="/local", save_secondary_per_node=True).save_secondary == "/local"

@@ -10,7 +10,6 @@ import torch
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.config.resolve import padded_vocab_size
 from megatron.parallel.pieces import Kind
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
@@ -43,7 +42,7 @@ class Written:
     def request(self, target: Path, naming: str, ranks: int = 1, stages: int = 1) -> OutputRequest:
         """A request to write it."""
         layout = dataclasses.replace(self.config.parallel, tensor_model_parallel_size=ranks)
-        rows, _ = padded_vocab_size(layout, VOCABULARY)
+        rows = layout.padded_vocab_size(VOCABULARY)
         model = dataclasses.replace(self.config.model, padded_vocab_size=rows)
         return OutputRequest(self.checkpoint, target, model, self.config.flat(), naming, ranks, stages)
 

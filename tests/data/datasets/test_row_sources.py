@@ -18,7 +18,8 @@ from megatron.data.build import (
     epoch_samples,
 )
 from megatron.data.datasets.sample import SampleDataset
-from megatron.data.formats.parquet_windows import WindowFile, shard_name
+from megatron.data.formats.parquet_windows import WindowFile
+from megatron.data.formats.window_names import shard_name
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.formats.parquet_windows import (
-    COLUMNS,
-    WindowFacts,
-    WindowFile,
-    Windows,
-    expand_windows,
-    is_shard_of,
-    names_windows,
-    shard_name,
-)
+from megatron.data.formats.parquet_windows import COLUMNS, WindowFacts, WindowFile, Windows
+from megatron.data.formats.window_names import expand_windows, is_shard_of, names_windows, shard_name
 from megatron.errors import DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
 from trident.corpus.featurize.window_writer import WindowWriter

@@ -18,10 +18,10 @@ from megatron.data.formats.sidecar import (
     read_sidecar,
     remove_sidecar,
     sidecar_path,
-    write_sidecar,
 )
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
+from tests.data.sidecars import write_sidecar
 
 SIDECAR = Sidecar(
     documents=3,

@@ -22,7 +22,7 @@ from megatron.data.build import (
     describe,
     token_file_prefixes,
 )
-from megatron.data.formats.sidecar import Sidecar, write_sidecar
+from megatron.data.formats.sidecar import Sidecar
 from megatron.data.loader import Batch, BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
 from megatron.data.sources.pairs import TokenPairs, names_pairs
@@ -31,6 +31,7 @@ from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
+from tests.data.sidecars import write_sidecar
 from tests.data.token_pairs import TARGET, token_ids, write_pairs
 
 LENGTH = 16

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.formats.parquet_windows import Windows, shard_name
+from megatron.data.formats.parquet_windows import Windows
+from megatron.data.formats.window_names import shard_name
 from megatron.data.sources import parquet_rows
 from megatron.data.sources.parquet_rows import ParquetRows
 from megatron.errors import ConfigError, DataError

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, check_sources, data_fingerprint
-from megatron.data.sources.random_rows import RANDOM_ROWS, RandomRows
 from megatron.data.sources.source import DataRequest, SourceUse
+from megatron.data.sources.source_kinds import RANDOM_ROWS, RandomRows
 from megatron.errors import ConfigError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 

@@ -12,11 +12,11 @@ import yaml
 
 from megatron.config.flags.fields import flags_of
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.evaluation.results import read_results
-from megatron.evaluation.tasks.tasks_file import KINDS
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.programs import forking_python
 from tests.inference.checkpoints import make_checkpoint
+from trident.evaluate.results import read_results
+from trident.evaluate.tasks.tasks_file import KINDS
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDE = (ROOT / "docs" / "evaluation.md").read_text()

@@ -17,8 +17,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
 
-from megatron.engine.deepspeed_internals.base_view import OptimizerView
-from megatron.engine.deepspeed_internals.loss_scaler import SCALER_COUNTERS
+from megatron.engine.deepspeed_internals.base_view import SCALER_COUNTERS, OptimizerView
 from megatron.engine.deepspeed_internals.optimizer_views import (
     AccumulatedView,
     DirectView,

@@ -140,43 +140,6 @@ def test_the_effective_zero_stage_overrides_the_requested_one(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "content", "sentence"),
-    [
-        (
-            "",
-            {"gradient_accumulation_steps": 3},
-            r'"gradient_accumulation_steps" is 3 there, but a global batch of 8 in micro-batches of 2 on '
-            r"1 data-parallel rank\(s\) gives 4\. Remove the entry or change --global-batch-size to 6",
-        ),
-        (
-            "",
-            {"data_types": {"grad_accum_dtype": "bf16"}},
-            r"is bf16 there, but the run trains in fp32\. It must be fp32,",
-        ),
-        (
-            "--bf16",
-            {"data_types": {"grad_accum_dtype": "fp16"}},
-            r"trains in bf16\. It must be fp32 or bf16, or be omitted",
-        ),
-        (
-            "--zero-stage 0",
-            {"zero_optimization": {"cpu_offload": True}},
-            r"offload_optimizer\" is set .* --zero-stage 1",
-        ),
-        ("--zero-stage 2", {"prescale_gradients": True}, r"is true there, which ZeRO stage 2 does not support"),
-        ("--zero-stage 3", {"gradient_predivide_factor": 2}, r"is 2 there, .* Use --zero-stage 1 or remove it"),
-        ("--fp16 --min-loss-scale 0.5", {}, r"--min-loss-scale 0\.5 is not an integer.* Use 1 or more"),
-    ],
-)
-def test_what_does_not_fit_the_run_is_refused(
-    tmp_path: Path, text: str, content: dict[str, Any], sentence: str
-) -> None:
-    config = run(f"{text} {written(tmp_path, content)}")
-    with pytest.raises(ConfigError, match=sentence):
-        deepspeed_config(config)
-
-
-@pytest.mark.parametrize(
     ("text", "zero", "stage"),
     [
         ("--zero-stage 2", {"offload_param": {"device": "cpu"}}, 2),
@@ -235,6 +198,5 @@ def test_a_disabled_section_is_accepted(tmp_path: Path, section: str) -> None:
 def test_accumulation_counts_the_replicas(tmp_path: Path) -> None:
     flag = written(tmp_path, {"gradient_accumulation_steps": 2})
     assert deepspeed_config(run(flag, world_size=2))["train_batch_size"] == 8
-    config = run(flag, world_size=4)
     with pytest.raises(ConfigError, match=r"on 4 data-parallel rank\(s\) gives 1\..*change --global-batch-size to 16"):
-        deepspeed_config(config)
+        run(flag, world_size=4)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 from megatron.engine.memory.closed_form import Amounts
-from megatron.train.zero_table import MeasuredCell, TableRun, cells_of, measure_cells
 from tests.helpers.ranks import run_ranks
+from tools.runs.zero_stages import MeasuredCell, TableRun, cells_of, measure_cells
 
 RUN = TableRun(1, 32, 2, 16, 256, 2, "bf16")
 KINDS = ("parameters", "gradients", "optimizer")

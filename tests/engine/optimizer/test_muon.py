@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.optimizers.muon import HeldMatrix, Muon, MuonSettings
+from megatron.config.sections.optimizers import OptimizerFields
+from megatron.engine.optimizers.muon import HeldMatrix, Muon
 from megatron.engine.optimizers.orthogonalization import COEFFICIENTS, SCALES, orthogonalized
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
 from megatron.kernels.optimizer import build_adamw, can_skip, update
@@ -18,10 +19,10 @@ from megatron.parallel.shard_spec import Dimension, ShardSpec
 ALONE = Axis.single("dp")
 
 
-def muon_of(weight: nn.Parameter, settings: MuonSettings, lr: float = 0.1, spec: ShardSpec | None = None) -> Muon:
+def muon_of(weight: nn.Parameter, optim: OptimizerFields, lr: float = 0.1, spec: ShardSpec | None = None) -> Muon:
     """Muon for one parameter in one process."""
     group = {"params": [weight], "weight_decay": 0.2, "is_orthogonal": True}
-    optimizer = Muon([group], None, lr, settings)
+    optimizer = Muon([group], None, lr, optim)
     spec = spec or ShardSpec(tuple(Dimension("size", size) for size in weight.shape), is_matrix=True)
     optimizer.connect([HeldMatrix(DividedMatrix(spec, ALONE, ((0, weight.numel()),)), weight, 0)])
     return optimizer
@@ -76,7 +77,14 @@ def test_a_zero_matrix_stays_zero() -> None:
 def test_updates_are_those_of_torch(scale: str, extra: float, theirs: str, nesterov: bool) -> None:
     """Momentum is a mean here and in torch, and both compute in bfloat16."""
     own, known = (nn.Parameter(torch.linspace(-1, 1, 6 * 10).view(6, 10)) for _ in range(2))
-    settings = MuonSettings(0.9, nesterov, "simple", 5, scale, extra, torch.bfloat16)
+    settings = OptimizerFields(
+        muon_momentum=0.9,
+        muon_nesterov=nesterov,
+        muon_coefficient_type="simple",
+        muon_scale_mode=scale,
+        muon_extra_scale_factor=extra,
+        muon_dtype="bfloat16",
+    )
     ours = muon_of(own, settings)
     reference = torch.optim.Muon(
         [known], lr=0.1, weight_decay=0.2, momentum=0.9, nesterov=nesterov, adjust_lr_fn=theirs
@@ -105,7 +113,7 @@ def test_joined_matrices_are_orthogonalised_one_by_one() -> None:
     weight = nn.Parameter(torch.zeros(24, 5))
     weight.grad = torch.randn(24, 5)
     gradient = weight.grad.clone().view(2, 4, 3, 5)
-    settings = MuonSettings(momentum=0.0, scale="unit_rms_norm", extra_scale=1.0)
+    settings = OptimizerFields(muon_momentum=0.0, muon_scale_mode="unit_rms_norm", muon_extra_scale_factor=1.0)
     muon_of(weight, settings, lr=1.0, spec=ShardSpec(dimensions, is_matrix=True)).step()
     update = -weight.detach().view(2, 4, 3, 5)
     for rows in (slice(0, 2), slice(2, 3), slice(3, 4)):
@@ -139,7 +147,7 @@ def test_a_rank_that_owns_no_matrix_sends_tensors_of_the_device(monkeypatch: pyt
 def test_nothing_changes_before_it_is_known_where_matrices_are() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     weight.grad = torch.ones(2, 2)
-    optimizer = Muon([{"params": [weight], "is_orthogonal": True}], None, 0.1, MuonSettings())
+    optimizer = Muon([{"params": [weight], "is_orthogonal": True}], None, 0.1, OptimizerFields())
     optimizer.step()
     assert torch.equal(weight, torch.ones(2, 2)) and not optimizer.state
 
@@ -148,13 +156,13 @@ def test_a_matrix_without_a_gradient_stays_and_the_others_do_not() -> None:
     """It shares a bucket, and so the collectives, with one that has a gradient."""
     weights = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
     spec = ShardSpec((Dimension("rows", 4), Dimension("columns", 6)), is_matrix=True)
-    optimizer = Muon([{"params": weights, "weight_decay": 0.2, "is_orthogonal": True}], None, 0.1, MuonSettings())
+    optimizer = Muon([{"params": weights, "weight_decay": 0.2, "is_orthogonal": True}], None, 0.1, OptimizerFields())
     optimizer.connect([HeldMatrix(DividedMatrix(spec, ALONE, ((0, 24),)), weight, 0) for weight in weights])
     weights[1].grad = torch.randn(4, 6)
     optimizer.step()
     alone = nn.Parameter(torch.ones(4, 6))
     alone.grad = weights[1].grad
-    muon_of(alone, MuonSettings()).step()
+    muon_of(alone, OptimizerFields()).step()
     assert torch.equal(weights[0], torch.ones(4, 6)) and weights[0] not in optimizer.state
     assert torch.equal(weights[1], alone) and not torch.equal(alone, torch.ones(4, 6))
 
@@ -169,7 +177,7 @@ def test_a_flag_keeps_a_step_from_changing_anything() -> None:
             {"params": [matrix], "weight_decay": 0.2, "is_orthogonal": True},
             {"params": [vector], "weight_decay": 0.0, "eps": 1e-8},
         ]
-        optimizer = Muon(groups, build_adamw(groups[1:], lr=0.1, betas=(0.9, 0.99)), 0.1, MuonSettings())
+        optimizer = Muon(groups, build_adamw(groups[1:], lr=0.1, betas=(0.9, 0.99)), 0.1, OptimizerFields())
         optimizer.connect([HeldMatrix(DividedMatrix(spec, ALONE, ((0, 24),)), matrix, 0)])
         pairs.append((matrix, vector))
         optimizers.append(optimizer)
@@ -193,4 +201,4 @@ def test_a_flag_keeps_a_step_from_changing_anything() -> None:
 def test_the_flag_is_not_known_where_the_other_optimizer_does_not_know_it() -> None:
     vector = nn.Parameter(torch.ones(6))
     groups = [{"params": [vector]}]
-    assert not can_skip(Muon(groups, torch.optim.AdamW(groups), 0.1, MuonSettings()))
+    assert not can_skip(Muon(groups, torch.optim.AdamW(groups), 0.1, OptimizerFields()))

@@ -15,7 +15,6 @@ from megatron.engine.deepspeed_internals.set_up import keep_on_device
 from megatron.engine.ds_config import SUB_GROUP_SIZE, deepspeed_config, sub_groups_to_keep, without_ratio
 from megatron.engine.engine import Engine
 from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
-from megatron.errors import ConfigError
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.optimizer.test_offloading import RECIPE
@@ -131,16 +130,3 @@ def test_sub_groups_are_small_enough_to_share(tmp_path: Path) -> None:
     assert deepspeed_config(config)["zero_optimization"]["sub_group_size"] == SUB_GROUP_SIZE
     config = layout_config(RECIPE, (1, 1, 1), 3, settings_file(tmp_path, 0.5, sub_group_size=7))
     assert deepspeed_config(config)["zero_optimization"]["sub_group_size"] == 7
-
-
-@pytest.mark.parametrize(
-    ("stage", "extra", "sentence"),
-    [
-        (1, [], '"zero_optimization.offload_optimizer.ratio" is 0.3 there, and ZeRO stage 1 offloads'),
-        (3, ["--use-bnb-optimizer"], "is 0.3 there, which cannot be combined with --use-bnb-optimizer"),
-    ],
-)
-def test_a_share_needs_stage_three_and_adamw(tmp_path: Path, stage: int, extra: list[str], sentence: str) -> None:
-    config = layout_config(RECIPE, (1, 1, 1), stage, [*settings_file(tmp_path, 0.3), *extra])
-    with pytest.raises(ConfigError, match=sentence):
-        deepspeed_config(config)

@@ -42,7 +42,7 @@ def losses_of(engine: RecordingEngine) -> Any:
 def test_deepspeed_is_told_which_micro_batch_ends_the_step() -> None:
     engine, phases = RecordingEngine(), []
     passes = ShardedPasses(LayerStack([]))
-    passes.connect(engine, SimpleNamespace(), (), (), phases.append)  # type: ignore[arg-type]
+    passes.connect(engine, SimpleNamespace(sum_over_ranks=lambda *_: None), (), (), phases.append)  # type: ignore[arg-type]
     passes.train([BATCH, BATCH], losses_of(engine))
     boundary, last = ("set_gradient_accumulation_boundary", False), ("set_gradient_accumulation_boundary", True)
     steps = [("forward", True), ("backward",), ("step",)]

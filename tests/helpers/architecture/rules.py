@@ -294,7 +294,7 @@ def imports_are_at_the_top(source: Source) -> Iterator[Finding]:
 
 
 def entry_points_start_light(source: Source) -> Iterator[Finding]:
-    """An entry point imports at its top the standard library, errors, log, files, config and what a rank does first."""
+    """An entry point imports at its top the standard library, errors, log, exits, files, config and a rank's start."""
     if not source.is_program or source.path.endswith("/log_style.py") or source.is_in(LOADED_LATER):
         return
     itself = ("pretrain_gpt", f"{source.module.rpartition('.')[0]}.flags")  # an entry point, and the program's flags
@@ -303,7 +303,7 @@ def entry_points_start_light(source: Source) -> Iterator[Finding]:
             root = module.split(".")[0]
             if root == "megatron":
                 light = ("megatron", "megatron.__version__", "megatron.log", "megatron.errors", "megatron.config")
-                light += ("megatron.parallel.rank_start", "megatron.train.signals")
+                light += ("megatron.process_exit", "megatron.parallel.rank_start", "megatron.train.signals")
                 if module in light or module.startswith(("megatron.config.", "megatron.files.")):
                     continue
             elif root in sys.stdlib_module_names or module in itself:

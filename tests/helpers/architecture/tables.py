@@ -8,6 +8,7 @@ PACKAGE_PLACES = {
     "secret_text": 0,
     "files": 1,
     "log": 2,
+    "process_exit": 3,
     "device": 3,
     "cuda_driver": 3,
     "host_memory": 3,
@@ -23,12 +24,11 @@ PACKAGE_PLACES = {
     "engine": 12,
     "checkpoint": 13,
     "observe": 15,
-    "evaluation": 17,
     "train": 18,
     "inference": 18,
 }
 # The packages of `trident/`, each of which imports `megatron` and no other of them; the trainer imports none.
-COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "launch", "plan", "serve"})
+COMPANIONS = frozenset({"checkpoints", "convert", "corpus", "dashboard", "evaluate", "launch", "plan", "serve"})
 # The programs in the root, and the folders of the others; no module imports one.
 PROGRAMS = frozenset(
     {
@@ -44,8 +44,10 @@ PROGRAM_FOLDERS = ("tools", "tasks", "examples", "docs")
 LOADED_LATER = (
     "examples/demo_texts/",
     "tools/corpus/examination.py",
+    "tools/runs/sample_order.py",
     "tools/runs/schedule_comparison.py",
     "tools/runs/schedule_drawing.py",
+    "tools/runs/zero_stages.py",
 )
 
 # Projects whose programs are in `examples/`; the package names them only in docstrings and comments, as sources.
@@ -79,8 +81,11 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "cleaning",
         ".",
     ),
-    "megatron.config": ("flags", "architecture", "objective", "sections", "rules", "files", "."),
-    "megatron.kernels": (".", "float8", "attention", "native"),
+    "megatron.config": (
+        *("flags", "architecture", "objective", "sections", "files", "machine", "schedule", "run_sections"),
+        *("rules", "."),
+    ),
+    "megatron.kernels": (".", "attention", "native"),
     "megatron.observe": (
         "speed",
         "quantities",
@@ -105,19 +110,19 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         ".",
         "keeping",
     ),
-    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build", "zero_table"),
+    "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (
         "gradients",
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
         ".",
         *("passes", "pipeline", "engine", "state", "weight_norms", "replicas", "memory"),
     ),
-    "megatron.inference": ("sampling", ".", "beams", "generation", "harness"),
+    "megatron.inference": ("sampling", ".", "beams", "generation"),
     "trident.serve": ("requests", "execution", "."),
     "trident.dashboard": (".", "curves"),
     "trident.plan": (".", "rehearsal"),
     "trident.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
-    "megatron.evaluation": (".", "baselines", "tasks", "results", "task_runner"),
+    "trident.evaluate": (".", "baselines", "tasks", "completer", "harness", "training", "results", "task_runner"),
     "trident.convert.hugging_face": ("table", "families", "."),
     "trident.corpus.cleaning": ("documents", "filters", "near_duplicates", "."),
 }
@@ -138,8 +143,8 @@ HOMES = {
     ),
     "os.getenv": ("megatron/device.py",),
     "os.putenv": (),
-    "sys.exit": ("megatron/log.py",),
-    "os._exit": ("megatron/log.py", "megatron/train/watchdog.py", "trident/corpus/workers/pool.py"),
+    "sys.exit": ("megatron/process_exit.py",),
+    "os._exit": ("megatron/process_exit.py", "megatron/train/watchdog.py", "trident/corpus/workers/pool.py"),
     "pickle": ("trident/convert/pickles/unpickler.py",),  # with every name replaced, in a child process with limits
     "cPickle": (),
     "dill": (),
@@ -209,7 +214,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("trident/serve/network.py",),
     "prometheus_client": ("trident/serve/metrics.py",),
     "matplotlib": ("trident/dashboard/curves/image.py",),
-    "lm_eval": ("megatron/inference/harness.py",),
+    "lm_eval": ("trident/evaluate/harness.py",),
     "wandb": ("megatron/observe/destinations/weights_and_biases.py",),
     "tensorboard": ("megatron/observe/destinations/tensorboard.py",),
     "torch.utils.tensorboard": ("megatron/observe/destinations/tensorboard.py",),
@@ -217,7 +222,7 @@ OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
 }
 
 # The only module state: which rank speaks, set once by the mesh.
-STATEFUL_FILES = ("megatron/log.py",)
+STATEFUL_FILES = ("megatron/log.py", "megatron/process_exit.py")
 
 # Modules that may use the whole RunConfig; all others take the smallest section.
 USES_RUN_CONFIG = (

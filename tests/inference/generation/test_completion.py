@@ -6,12 +6,12 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.inference.generation import Request, completions, generate_all, recompute
-from megatron.inference.generation.completion import LoadedCompleter
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.sampling import Sampling
 from megatron.parallel.mesh import ParallelMesh
 from tests.inference.checkpoints import POSITIONS, make_checkpoint
 from tests.inference.networks import GREEDY, load, mixed_requests
+from trident.evaluate.completer import LoadedCompleter
 
 
 def test_texts_come_in_the_order_of_their_requests() -> None:

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.evaluation.scoring import Query
 from megatron.inference.beams import BeamSettings, beam_search
 from megatron.inference.generation import generate_all, recompute
 from megatron.inference.loaded_model import open_checkpoint
-from megatron.inference.scorer import LoadedScorer
 from megatron.model.interface.step_context import StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.architectures import ARCHITECTURES
 from tests.inference.checkpoints import make_checkpoint
 from tests.inference.networks import load, mixed_requests, texts
+from trident.evaluate.loaded_scorer import LoadedScorer
+from trident.evaluate.scoring import Query
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma", "window", "bloom"])

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.evaluation.scoring import Query
 from megatron.inference.generation import GeneratedToken, GenerationEngine, Request
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.inference.sampling import Sampling
-from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from tests.inference.checkpoints import make_checkpoint
+from trident.evaluate.loaded_scorer import LoadedScorer
+from trident.evaluate.scoring import Query
 
 POSITIONS = 300
 GREEDY = Sampling(greedy=True)

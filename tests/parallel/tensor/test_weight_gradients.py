@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import PrecisionConfig
 from megatron.config.sections.computation import HYBRID
-from megatron.kernels.float8.scaling import Float8
+from megatron.kernels.float8 import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension
 from megatron.parallel.tensor import weight_gradients

@@ -24,7 +24,7 @@ from random import Random
 
 import torch
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint import CheckpointLock, load_newest, newest_record
 from megatron.checkpoint.lock import LOCK_NAME, Holder
 from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name
@@ -391,4 +391,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint import (
     CheckpointLock,
     SaveOptions,
@@ -262,4 +262,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

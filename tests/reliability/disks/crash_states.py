@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint import SaveOptions, find, load_newest, newest_record, save
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.publish import remove_checkpoint
@@ -405,4 +405,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

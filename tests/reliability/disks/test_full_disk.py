@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.data.formats.sidecar import write_sidecar
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
@@ -112,10 +111,6 @@ def _index_cache(inputs: Path, out: Path, seed: int) -> None:
     assert found["sample"].tolist() == [seed] * 5000
 
 
-def _sidecar(inputs: Path, out: Path, seed: int) -> None:
-    write_sidecar(out / "data", SIDECAR)
-
-
 def _vocabulary(inputs: Path, out: Path, seed: int) -> None:
     save_vocabulary(str(out / "demo"), {"-vocab.json": bytes([seed] * 20_000), "-merges.txt": bytes([seed] * 9)})
 
@@ -139,7 +134,6 @@ JOBS = {
     "merge": Job(_merge),
     "merge on two ranks": Job(_merge_together, stride=2),
     "index cache": Job(_index_cache, is_one_step=False),
-    "sidecar": Job(_sidecar, says_need=False),
     "vocabulary": Job(_vocabulary),
     "cleaning": Job(_clean, is_one_step=False, says_need=False),
 }

@@ -11,6 +11,7 @@ the vocabulary.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -28,7 +29,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.errors import MegatronError
 from tests.reliability.fuzzing.fuzz_files import write_undamaged
@@ -186,9 +187,14 @@ class Cases:
         return found
 
 
-def run_case(cases: Cases, number: int, folder: Path) -> dict[str, Any]:
-    """Runs one case in this process and says what became of it."""
+def run_case(cases: Cases, number: int, folder: Path, begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    """Runs one case in this process and says what became of it.
+
+    Args:
+        begin: called when the case is made, which may take seconds, and is read next.
+    """
     case = cases[number]
+    begin()
     place = folder / "case"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
@@ -332,8 +338,8 @@ def _child(cases: Cases, numbers: list[int], folder: Path, writer: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         for number in numbers:
-            _tell(writer, {"begins": number})
-            _tell(writer, run_case(cases, number, folder))
+            begin = functools.partial(_tell, writer, {"begins": number})
+            _tell(writer, run_case(cases, number, folder, begin))
     finally:
         os._exit(0)
 
@@ -425,4 +431,4 @@ def main(kit: Kit = Kit(), description: str = __doc__ or "") -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

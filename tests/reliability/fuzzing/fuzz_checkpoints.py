@@ -40,7 +40,6 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.restarts.identity import RunIdentity
-from megatron.train.sample_order import SampleOrder, samples_of_steps
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
 from tests.helpers.tiny_run import VOCAB_SIZE, TinyCorpus, write_tiny_corpus
 from tests.reliability.fuzzing.fuzz import Kit
@@ -48,6 +47,7 @@ from tests.reliability.fuzzing.fuzz import main as run_fuzzer
 from tests.reliability.fuzzing.fuzz_stores import check, check_ids
 from tests.reliability.fuzzing.fuzz_targets import Target
 from tests.reliability.fuzzing.mutations import HOSTILE_JSON, JSON, Files
+from tools.runs.sample_order import SampleOrder, samples_of_steps
 from trident.checkpoints.summary import summarize, summary_lines
 
 MESH = ParallelMesh.single()

@@ -17,9 +17,10 @@ import numpy as np
 
 from megatron.data.formats.index_layout import CACHED_HEADER, CACHED_MAGIC
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.data.formats.sidecar import Sidecar, SourceRecord, write_sidecar
+from megatron.data.formats.sidecar import Sidecar, SourceRecord
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
+from tests.data.sidecars import write_sidecar
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 from tests.reliability.fuzzing.mutations import Files, Mutation
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt
-from megatron import log
+from megatron import process_exit
 from megatron.data.loader import MicroBatches
 from megatron.errors import DataError
 from megatron.parallel import joining
@@ -105,4 +105,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -227,7 +227,7 @@ def _become_rank(rank: int, flags: list[str], output: str, counts: str, fault: F
     import torch
 
     import pretrain_gpt
-    from megatron import log
+    from megatron import process_exit
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -238,7 +238,7 @@ def _become_rank(rank: int, flags: list[str], output: str, counts: str, fault: F
     counted = _watch_files(fault if fault.rank == rank else replace(fault, place=0))
     code: Any = 1
     try:
-        log.exit_with(functools.partial(pretrain_gpt.main, flags))
+        process_exit.exit_with(functools.partial(pretrain_gpt.main, flags))
     except SystemExit as left:
         code = left.code
     Path(counts).write_text(json.dumps(counted))

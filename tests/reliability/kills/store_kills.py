@@ -28,7 +28,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.request import Request, urlopen
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint import find, verify
 from megatron.checkpoint.storage import DISK
 from megatron.config import ConfigSection, flag, parse_flags
@@ -228,4 +228,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

@@ -154,9 +154,9 @@ def starve_a_worker(folder: Path) -> None:
 def test_a_preprocessing_worker_without_memory_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
-        "from megatron import log\n"
+        "from megatron import process_exit\n"
         "from tests.reliability.kills.test_workers import starve_a_worker\n"
-        f"log.exit_with(lambda: starve_a_worker(Path({str(tmp_path)!r})))\n"
+        f"process_exit.exit_with(lambda: starve_a_worker(Path({str(tmp_path)!r})))\n"
     )
     root = Path(__file__).resolve().parents[3]
     ended = subprocess.run(

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron import log
+from megatron import log, process_exit
 from megatron.checkpoint.lock import LOCK_NAME
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.data.formats.indexed_writer import IndexedWriter
@@ -182,7 +182,7 @@ class Kills:
             sys.argv = [f"{module}.py", *flags]
             main = importlib.import_module(f"tools.{module.replace('/', '.')}").main
             with faulty_disk(disk or FaultyDisk(self.work)):
-                log.exit_with(main)
+                process_exit.exit_with(main)
 
         return self._in_child(work)
 
@@ -292,4 +292,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    log.exit_with(main)
+    process_exit.exit_with(main)

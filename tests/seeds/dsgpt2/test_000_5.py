@@ -8,12 +8,12 @@ from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.sources.source import DataRequest
-from megatron.evaluation.scoring import Query
 from megatron.inference.loaded_model import open_checkpoint
-from megatron.inference.scorer import LoadedScorer
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import load_chat_template
 from tests.seeds.conftest import LENGTH, FineTuning
+from trident.evaluate.loaded_scorer import LoadedScorer
+from trident.evaluate.scoring import Query
 
 pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
 

@@ -16,10 +16,10 @@ import pytest
 
 from examples.gpt2_all_in import benchmark
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.evaluation.results import read_results
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.helpers.tiny_run import TinyCorpus, train_here
 from tests.helpers.vocabulary import write_vocabulary
+from trident.evaluate.results import read_results
 
 pytestmark = [
     pytest.mark.slow,

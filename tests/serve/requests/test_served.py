@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 from megatron.inference.loaded_model import LoadedModel, open_checkpoint
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.chat import load_chat_template
-from tests.evaluation.fakes import ByteTokenizer
+from tests.evaluate.fakes import ByteTokenizer
 from tests.inference.checkpoints import make_checkpoint
 from tests.tokenizers.chat.tokenizers_with_tokens import DSGPT2_TOKENS
 from trident.serve.requests.refusals import Refusal

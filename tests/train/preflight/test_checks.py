@@ -20,7 +20,7 @@ TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID"
 PROGRAM = """
 import os, sys
 import pretrain_gpt
-from megatron import log
+from megatron import process_exit
 sys.argv[0] = "pretrain_gpt.py"
 def main():
     try:
@@ -28,7 +28,7 @@ def main():
     finally:
         heavy = {"torch", "deepspeed", "transformers"} & set(sys.modules)
         os.write(2, f"imported: {sorted(heavy)}\\n".encode())
-log.exit_with(main)
+process_exit.exit_with(main)
 """
 
 

@@ -35,6 +35,8 @@ def request(*more: str) -> RunRequest:
         (("--bf16",), 4, 9 * BLOCKS),
         (("--bf16", "--zero-stage", "3"), 4, 18 * BLOCKS // 4),
         (("--bf16", "--tensor-model-parallel-size", "2"), 2, 9 * BLOCKS),
+        (("--bf16", "--optimizer", "lion"), 1, 14 * BLOCKS),
+        (("--bf16", "--optimizer", "muon", "--ema-decay", "0.9"), 1, 18 * BLOCKS),
         (("--use-bnb-optimizer",), 1, None),
         (("--cpu-optimizer",), 1, None),
         (("--elastic", "--global-batch-size", "4"), 1, None),

@@ -25,11 +25,6 @@ def request(path: Path, *more: str) -> RunRequest:
         (GOOD, (), []),
         (GOOD, ("--ds-sequence-parallel-size", "2"), ["is for 2 micro-batches (a step has 4: --global-batch-size)"]),
         (GOOD, ("--global-batch-size", "16"), ["is for 2 micro-batches (a step has 4: --global-batch-size)"]),
-        (
-            GOOD,
-            ("--rampup-batch-size", "4", "4", "8"),
-            ["is for one number of micro-batches, which --rampup-batch-size"],
-        ),
         (GOOD.replace("0B1", "0I1,0W1"), (), []),
         (GOOD.replace("0B1", "0I1,0W1"), ("--compile",), ["--compile cannot be combined with --pipeline-schedule"]),
         (GOOD.replace("0F1,0B0", "0B0,0F1").replace("1B0,1F1", "1F1,1B0"), (), ["can never end: 0B0 on rank 0 waits"]),

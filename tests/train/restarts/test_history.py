@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron import log
+from megatron import process_exit
 from megatron.errors import ExitCode, NumericsError, PeerLostError
 from megatron.train.restarts import history as history_module
 from megatron.train.restarts.history import HISTORY_NAME, STEP_NAME, Attempt, RestartHistory, read_attempts
@@ -100,14 +100,14 @@ def test_the_first_end_counts_whichever_thread_writes_it(tmp_path: Path) -> None
 
 
 def test_an_end_in_another_thread_arrives_through_the_log(tmp_path: Path) -> None:
-    """`log.end_process` leaves by os._exit, past every handler."""
+    """`process_exit.end_process` leaves by os._exit, past every handler."""
     history = begun(tmp_path)
     history.training_begins(9)
     with history.recording():
-        told = list(log._OUTPUT.listeners)
+        told = list(process_exit._ENDING.listeners)
         assert [listener(ExitCode.HANG, "rank 1 hangs") for listener in told][-1] is False
     assert [(a.step, a.code) for a in read_attempts(tmp_path, RUN)] == [(9, 76)]
-    assert len(log._OUTPUT.listeners) == len(told) - 1
+    assert len(process_exit._ENDING.listeners) == len(told) - 1
 
 
 def test_the_step_of_a_killed_start_is_found(tmp_path: Path) -> None:

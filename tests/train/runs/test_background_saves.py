@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from megatron import log
+from megatron import process_exit
 from megatron.checkpoint.storage import Storage
 from megatron.errors import ConfigError, ExitCode
 from megatron.train import signals
@@ -211,8 +211,8 @@ def stopped_while_waiting(rank: int, flags: list[str]) -> tuple[int, str]:
         rename(storage, source, target)
 
     Storage.rename = slow  # type: ignore[method-assign]
-    log.end_process = lambda code, text, **more: ended.append((code, text))  # type: ignore[assignment]
-    StopSignals.__init__.__defaults__ = (log.end_process,)  # type: ignore[attr-defined]
+    process_exit.end_process = lambda code, text, **more: ended.append((code, text))  # type: ignore[assignment]
+    StopSignals.__init__.__defaults__ = (process_exit.end_process,)  # type: ignore[attr-defined]
     code, text = train_here(rank, flags)
     return code, "; ".join([text, *(told for _, told in ended)])
 

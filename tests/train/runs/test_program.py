@@ -268,7 +268,8 @@ def test_what_a_run_says_before_it_starts(corpus: TinyCorpus, tmp_path: Path) ->
         assert done.stderr.count(sentence) == 1, done.stderr
     flags = few.flags(train_iters=1, wandb_project="p", run_dir=tmp_path / "other")
     code = (
-        "import sys; sys.modules['wandb'] = None; sys.argv[0] = 'x'; import pretrain_gpt as p; p.log.exit_with(p.main)"
+        "import sys; sys.modules['wandb'] = None; sys.argv[0] = 'x'; import pretrain_gpt as p; "
+        "p.process_exit.exit_with(p.main)"
     )
     (tmp_path / "without.py").write_text(code)
     environment = {**os.environ, "PYTHONPATH": str(Path(pretrain_gpt.__file__).parent)}

@@ -12,7 +12,7 @@ import torch
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.parquet_windows import shard_name
+from megatron.data.formats.window_names import shard_name
 from megatron.data.loader import MicroBatches
 from megatron.data.sources.source import DataRequest
 from megatron.parallel.joining import open_mesh

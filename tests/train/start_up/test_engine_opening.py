@@ -12,11 +12,12 @@ from torch import nn
 from megatron import log
 from megatron.engine.engine import Engine
 from megatron.errors import LaunchError
+from megatron.kernels.float8 import Float8
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.start_up import engine_opening
-from megatron.train.start_up.engine_opening import check_compiler, check_layers, choose_products
+from megatron.train.start_up.engine_opening import check_compiler, check_layers, choose_products, use_float8
 from tests.helpers.networks import build_gpt, tiny_config
 from tests.parity.layouts import layout_config
 from tests.parity.reference import Recipe
@@ -63,3 +64,16 @@ def test_what_inductor_needs_is_looked_for_before_the_first_step(monkeypatch: py
     check_compiler("aot_eager", cpu)
     monkeypatch.setenv("CXX", "sh")
     check_compiler("inductor", cpu)
+
+
+def test_the_split_matrices_of_the_blocks_that_are_named() -> None:
+    stack, float8 = build_gpt(tiny_config(num_layers=3)), Float8()
+    assert use_float8(stack, float8, range(1, 3)) == (8, 8)
+    chosen = {name for name, module in stack.named_modules() if getattr(module, "float8", None) is float8}
+    layers = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert chosen == {f"decoder.layers.{index}.{layer}" for index in (1, 2) for layer in layers}
+
+
+def test_experts_are_left_out_and_sizes_that_do_not_fit_are_counted() -> None:
+    stack = build_gpt(tiny_config(num_experts=2, moe_layer_pattern=(1, 0), ffn_hidden_size=40))
+    assert use_float8(stack, Float8(), range(2)) == (6, 4)

@@ -16,7 +16,8 @@ from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM, RMS_NORM
 from megatron.config.architecture.positions import ALIBI, LEARNED, NO_POSITIONS, ROPE
 from megatron.config.flags.fields import MUST_MATCH, resume_rule
-from megatron.config.run_config import fields_of
+from megatron.config.rules.checking import checked_model
+from megatron.config.run_sections import fields_of
 from megatron.errors import ConfigError, ConversionError
 from trident.convert.megatron_format.foreign_model import TrainingState
 from trident.convert.megatron_format.names import BIGSCIENCE, CORE, DEEPSPEEDAI
@@ -132,7 +133,7 @@ def model_config(
     fields["max_position_embeddings"] = stored.get("max_position_embeddings") or _needed(stored, "seq_length")
     fields["untie_embeddings_and_output_weights"] = bool(stored.get("untie_embeddings_and_output_weights", False))
     try:
-        return ModelConfig(**fields, vocab_size=vocab_size, padded_vocab_size=vocab_size)
+        return checked_model(ModelConfig(**fields, vocab_size=vocab_size, padded_vocab_size=vocab_size))
     except ConfigError as failure:
         raise ConversionError(f"the stored arguments do not describe a network of ours: {failure}") from failure
 

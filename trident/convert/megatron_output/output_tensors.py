@@ -21,7 +21,7 @@ from megatron.checkpoint.catalogue import CheckpointTensor
 from megatron.checkpoint.recovery import OpenCheckpoint
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.config import ModelConfig
-from megatron.config.layout import heads_problems, widths_problems
+from megatron.config.rules.layout import heads_problems, widths_problems
 from megatron.config.sections.optimizers import AVERAGING
 from megatron.errors import ConversionError, StorageError
 from megatron.files.replacing import write_new

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.formats.parquet_windows import WindowFacts, Windows, is_shard_of, shard_name
+from megatron.data.formats.parquet_windows import WindowFacts, Windows
+from megatron.data.formats.window_names import is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError, StorageError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import check_writable, move, temporary_name

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from megatron import log
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts, shard_name
+from megatron.data.formats.parquet_windows import LARGEST_ID, WindowFacts
 from megatron.data.formats.sidecar import read_sidecar
+from megatron.data.formats.window_names import shard_name
 from megatron.errors import ConfigError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import check_writable, temporary_name

@@ -20,7 +20,8 @@ import numpy as np
 
 from megatron import log
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.parquet_windows import Windows, is_shard_of, shard_name
+from megatron.data.formats.parquet_windows import Windows
+from megatron.data.formats.window_names import is_shard_of, shard_name
 from megatron.errors import ConfigError, DataError, MegatronError
 from megatron.files.failures import storage_error
 from megatron.files.replacing import publish_together, remove_leftovers, temporary_name, write_new

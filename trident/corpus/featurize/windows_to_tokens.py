@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.formats.indexed_writer import IndexedWriter, width_for
-from megatron.data.formats.parquet_windows import WindowFacts, WindowFile, Windows, expand_windows
+from megatron.data.formats.parquet_windows import WindowFacts, WindowFile, Windows
 from megatron.data.formats.sidecar import check_replaceable
+from megatron.data.formats.window_names import expand_windows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import surround

@@ -106,7 +106,7 @@ def parse_block(
     """
     data = block.read()
     if block.layout == "parquet":
-        return _parse_rows(parquet_texts(data, keys), keys, skip_bad)
+        return _parse_rows(parquet_texts(data, keys), keys, skip_bad, shows_all)
     is_first, is_text = block.start == 0, block.layout == "text"
     if is_text:
         parsed = _parse_text(data, keys, is_first, skip_bad, separator, hold_long, shows_all)
@@ -165,9 +165,9 @@ def _text_pieces(data: bytes, start: int, separator: str) -> Iterator[tuple[int,
         yield start, len(data)
 
 
-def _parse_rows(columns: list[list[Any]], keys: Sequence[str], skip_bad: bool) -> ParsedLines:
+def _parse_rows(columns: list[list[Any]], keys: Sequence[str], skip_bad: bool, shows_all: bool) -> ParsedLines:
     rows = len(columns[0])
-    parsed = ParsedLines([[] for _ in keys], rows)
+    parsed = ParsedLines([[] for _ in keys], rows, shows_all=shows_all)
     for number, values in enumerate(zip(*columns, strict=True)):
         wrong = next((key for key, value in zip(keys, values, strict=True) if not isinstance(value, str)), None)
         if wrong is None:

@@ -196,7 +196,12 @@ def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], sk
 
 def held_text(text: str) -> str | LongText:
     """The text, as a `LongText` if it is very long."""
-    return text if len(text) < LONG_LINE_BYTES else LongText(bytearray(text.encode()))
+    if len(text) < LONG_LINE_BYTES:
+        return text
+    utf8 = bytearray()
+    for start in range(0, len(text), LONG_LINE_BYTES):  # not at once, which would hold it twice
+        utf8 += text[start : start + LONG_LINE_BYTES].encode()
+    return LongText(utf8)
 
 
 def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | BadLine:

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, as_written, resume_rule
+from megatron.config.rules.checking import checked_model
 from megatron.config.sections.model import idle_fields
 from megatron.errors import ConfigError, ConversionError
 from trident.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
@@ -78,7 +79,7 @@ class Family:
             config = Entries(config).object(self.text_field)
         fields = read_fields(self.fields, config)
         try:
-            return ModelConfig(**fields, padded_vocab_size=fields["vocab_size"])
+            return checked_model(ModelConfig(**fields, padded_vocab_size=fields["vocab_size"]))
         except ConfigError as failure:
             raise ConversionError(
                 f"config.json describes a network that cannot be built: {failure} Take the config.json that was "

@@ -39,19 +39,21 @@ def read_entries(block: InputBlock, keys: Sequence[str], separator: str | None =
     Raises:
         DataError: the block cannot be read.
     """
-    if block.layout == "parquet":
-        return _read_rows(parquet_texts(block.read(), keys), keys)
     data = block.read()
     parsed = parse_block(replace(block, data=data), keys[:1], True, separator, shows_all=True)
     lines: Sequence[bytes | None] = [None] * parsed.lines
+    others: Sequence[dict[str, Any]] = [{}] * parsed.lines
     if block.layout == "jsonl":
         lines = [bytes(line).removesuffix(b"\n") for line in split_lines(data, block.start == 0)[0]]
+    elif block.layout == "parquet" and keys[1:]:
+        columns = parquet_texts(data, keys[1:])
+        others = [dict(zip(keys[1:], values, strict=True)) for values in zip(*columns, strict=True)]
     bad = {entry.line: entry for entry in parsed.bad}
     texts = iter(parsed.texts[0])
     return [
-        DocumentEntry(None, line, bad=bad.get(number))
+        DocumentEntry(None, line, others[number], bad.get(number))
         if number in bad or (line is not None and is_blank(line))
-        else DocumentEntry(next(texts), line)
+        else DocumentEntry(next(texts), line, others[number])
         for number, line in enumerate(lines)
     ]
 
@@ -74,19 +76,6 @@ def line_of(entry: DocumentEntry, key: str, text: str) -> bytes:
 def document_of(line: bytes, key: str) -> str:
     """The text in a line that `line_of` gave."""
     return parse_lines(line, [key], False, True).texts[0][0]
-
-
-def _read_rows(columns: list[list[Any]], keys: Sequence[str]) -> list[DocumentEntry]:
-    entries = []
-    for number, values in enumerate(zip(*columns, strict=True)):
-        text, others = values[0], dict(zip(keys[1:], values[1:], strict=True))
-        if isinstance(text, str):
-            entries.append(DocumentEntry(text, None, others))
-            continue
-        kind = "is null or missing" if text is None else f"holds a {type(text).__name__}, not a text"
-        bad = BadLine(number, 0, f"column {keys[0]!r} {kind} in this row")
-        entries.append(DocumentEntry(None, None, others, bad))
-    return entries
 
 
 def _put(whole: dict[str, Any], key: str, text: str) -> None:

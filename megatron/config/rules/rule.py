@@ -1,0 +1,38 @@
+"""A rule between flags, and the moment at which it is checked."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+class Moment(enum.Enum):
+    """When a rule is checked, and what it is called with."""
+
+    MODEL = "a network is described, with or without a run: (model)"
+    RUN = "a run is described, asked for or resolved: (run)"
+    REQUEST = "flags are read; a resolved run may break it: (run)"
+    NOTICE = "flags without a problem are read; its sentences are shown and the run goes on: (run)"
+    WORLD = "the number of processes is known: (run, world_size)"
+    RESOLVED = "the machine is known, and what it decides: (config, machine)"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule between flags: a generator of one sentence for each way in which it is broken."""
+
+    moment: Moment
+    sentences: Callable[..., Iterator[str]]
+
+    def __call__(self, *facts: object) -> Iterator[str]:
+        return self.sentences(*facts)
+
+
+model_rule = functools.partial(Rule, Moment.MODEL)
+run_rule = functools.partial(Rule, Moment.RUN)
+request_rule = functools.partial(Rule, Moment.REQUEST)
+notice = functools.partial(Rule, Moment.NOTICE)
+world_rule = functools.partial(Rule, Moment.WORLD)
+resolved_rule = functools.partial(Rule, Moment.RESOLVED)

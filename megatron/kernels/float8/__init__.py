@@ -1,1 +1,0 @@
-"""Matrix products in eight bits: scales and rounding, and the linear layers made of them."""

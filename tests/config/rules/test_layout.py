@@ -1,0 +1,86 @@
+"""Legal layouts: found through divisors, the nearest first, and what is said of the others."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.config.rules.layout import (
+    divisors,
+    heads_problems,
+    layout_problems,
+    nearest_layouts,
+    stages_problems,
+    widths_problems,
+)
+from megatron.errors import ConfigError
+from tests.config.command_lines import small
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 13, 36, 360, 4096])
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [size for size in range(1, number + 1) if number % size == 0]
+
+
+@pytest.mark.parametrize("world", [1, 6, 12, 48])
+def test_all_legal_layouts_are_found(world: int) -> None:
+    pairs = [(tp, pp) for tp in range(1, world + 1) for pp in range(1, world + 1)]
+    assert sorted(nearest_layouts(world, 1, 1)) == [(tp, pp) for tp, pp in pairs if world % (tp * pp) == 0]
+    strict = [(tp, pp) for tp, pp in pairs if world % (tp * pp) == 0 and 12 % tp == 0 and 16 % tp == 0 and pp <= 3]
+    assert sorted(nearest_layouts(world, 1, 1, split_sizes=(12, 16), most_stages=3)) == strict
+
+
+def test_the_nearest_layouts_come_first() -> None:
+    assert nearest_layouts(16384, 8, 12)[:4] == [(8, 16), (8, 8), (4, 16), (8, 32)]
+    assert nearest_layouts(48, 8, 6)[0] == (8, 6)
+    assert nearest_layouts(1, 8, 8) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "words"),
+    [
+        (
+            4096,
+            8,
+            12,
+            "multiple of 96 processes, and 4096 were started. Start 4032 or 4128, .* fits 4096: 8 x 16, 8 x 8",
+        ),
+        (16384, 16384, 2, r"Start 32768, or .* fits 16384: 8192 x 2, 16384 x 1, .* or 112 others\."),
+        (1, 4, 1, r"and 1 was started. Start 4, or .* fits 1: 1 x 1\."),
+        (6, 4, 1, r"Start 4 or 8, or .* fits 6: 3 x 1, 6 x 1, 2 x 1"),
+    ],
+)
+def test_a_layout_that_does_not_fill_the_world(world: int, tp: int, pp: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        raise ValueError(*layout_problems(world, tp, pp))
+    assert list(layout_problems(tp * pp, tp, pp)) == list(layout_problems(tp * pp * 3, tp, pp)) == []
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (6, r"Start 8, or use a tensor x pipeline layout that fits 6: 3 x 1, 1 x 1, 1 x 3\."),
+        (3, r"Start 8, or let 1 share each sequence and use a tensor x pipeline layout that fits 3: 3 x 1, "),
+    ],
+)
+def test_proposed_layouts_leave_room_for_the_ranks_of_a_sequence(world: int, words: str) -> None:
+    (problem,) = layout_problems(world, 4, 1, sequence_size=2)
+    assert re.search(words, problem), problem
+
+
+def test_heads_and_layers() -> None:
+    (problem,) = heads_problems(12, 8)
+    assert "use one of 1, 2, 3, 4, 6, 12 ranks, or 16 heads" in problem and "--num-attention-heads 12" in problem
+    (problem,) = stages_problems(4, 5)
+    assert "4 layers cannot fill 5 pipeline stages (--num-layers 4" in problem and "at most 4 stages" in problem
+    (problem,) = widths_problems({"--ffn-hidden-size": 12, "--moe-ffn-hidden-size": 10}, 4)
+    assert "--moe-ffn-hidden-size 10 cannot be split over --tensor-model-parallel-size 4" in problem
+    assert "use --moe-ffn-hidden-size 12." in problem
+    widths = small("--num-experts 4 --moe-mlp-bias").model.widths
+    assert any("--hidden-size 64 cannot be split over" in problem for problem in widths_problems(widths, 5))
+    odd = "--num-experts 4 --moe-mlp-bias --moe-ffn-hidden-size 9 --hidden-size 30 --kv-channels 8 --sequence-parallel"
+    assert small(f"{odd} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1").model.hidden_size == 30
+    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 9 cannot be split over"):
+        small(f"{odd} --tensor-model-parallel-size 4")
+    assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))

@@ -1,0 +1,69 @@
+"""Ranks that share a sequence: its length, their groups, and the processes that they need."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import Machine, TokenizerFacts, resolve
+from megatron.config.elastic import fit_layout
+from megatron.config.rules.checking import world_problems
+from tests.config.command_lines import small
+
+PLAIN = "--attention-dropout 0 --num-attention-heads 4 --hidden-size 32 --seq-length 32 --max-position-embeddings 32 "
+RING = PLAIN + "--context-parallel-size 4 "
+SPLIT = PLAIN + "--tensor-model-parallel-size 2 --sequence-parallel "
+
+
+def test_samples_are_padded_for_ranks_that_split_hidden_states() -> None:
+    config = small(
+        SPLIT + "--seq-length 31 --curriculum-learning --curriculum-min-length 4 "
+        "--curriculum-length-step 3 --curriculum-steps 9"
+    )
+    assert config.parallel.padded_length(config.data.seq_length, causal=True) == 32
+
+
+@pytest.mark.parametrize("more", ["", "--bidirectional --objective masked --masked-lm-head"])
+def test_other_lengths_are_padded(more: str) -> None:
+    config = small(f"{RING} --seq-length 30 {more}")
+    causal = not config.model.bidirectional
+    assert config.parallel.padded_length(config.data.seq_length, causal=causal) == 32
+    assert config.parallel.padded_length(25, causal=causal) == (32 if causal else 28)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "units"),
+    [
+        ("--context-parallel-size 4", (4, 1), (8, 4)),
+        ("--context-parallel-size 4 --cp-comm-type a2a", (1, 4), (4, 4)),
+        ("--ds-sequence-parallel-size 2", (1, 2), (2, 2)),
+        ("--context-parallel-size 2 --ds-sequence-parallel-size 2", (2, 2), (4, 4)),
+        (
+            "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
+            (4, 2),
+            (8, 8),
+        ),
+    ],
+)
+def test_flags_make_a_ring_of_groups(text: str, sizes: tuple[int, int], units: tuple[int, int]) -> None:
+    request = small(PLAIN + text)
+    assert (request.parallel.ring_size, request.parallel.ulysses_size) == sizes
+    assert tuple(request.parallel.length_unit(causal=causal) for causal in (True, False)) == units
+
+
+def test_ranks_that_share_a_sequence_read_the_same_samples() -> None:
+    request = small(RING + "--global-batch-size 8 --micro-batch-size 1")
+    tokenizer = TokenizerFacts(vocab_size=100, eod_id=0, fingerprint="none")
+    config = resolve(request, Machine("cpu", 8, supports_fp16=False, supports_bf16=True), tokenizer)
+    assert config.parallel.data_parallel_size == 2 and config.parallel.replica_size == 4
+
+
+def test_processes_that_do_not_fit() -> None:
+    request = small(RING + "--tensor-model-parallel-size 2")
+    assert world_problems(request, 16) == []
+    (problem,) = world_problems(request, 12)
+    assert "which needs a multiple of 8 processes, and 12 were started. Start 8 or 16, or let 3 share one." in problem
+    (problem,) = world_problems(request, 3)
+    assert "needs a multiple of 8 processes, 4 to share each sequence, and 3 were started" in problem
+    elastic = small(RING + "--elastic --global-batch-size 8")
+    fitted, (notice,) = fit_layout(elastic, 8)[0], *[fit_layout(elastic, 2)[1]]
+    assert fitted.parallel.sequence_size == 4 and "using 1 x 1 x 2 data x 1 of a sequence" in notice

@@ -1,0 +1,66 @@
+"""The limit of open files is raised as far as allowed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.data.build import allow_open_files, uses_of
+from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.order.index_cache import IndexCache
+from megatron.errors import TooManyFilesError
+from tests.data.corpora import write_corpus
+
+
+def test_the_limit_of_open_files_is_raised_to_the_hard_limit(few_open_files, capsys):
+    allow_open_files(1, 1)
+    if few_open_files == resource.RLIM_INFINITY:
+        pytest.skip("this system sets no limit")
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_open_files
+    assert capsys.readouterr().err == ""
+    allow_open_files(few_open_files // 2, 1)
+    assert f"the data may take {few_open_files // 2 * 2 + 3 + 256} open files" in (said := capsys.readouterr().err)
+    assert f"and this system allows {few_open_files}" in said
+
+
+def test_every_group_of_a_source_counts():
+    """A hundred sources in six groups: 100 x 2 files, and three arrays for each of 600 uses."""
+    entries = ", ".join(f"1 0:1 part{number}" for number in range(100))
+    groups = {
+        "train_weighted_split_paths": (f"train: {entries}",),
+        "valid_weighted_split_paths": tuple(f"{name}: {entries}" for name in "abcde"),
+    }
+    assert uses_of(DataConfig(seq_length=8, data_path=(), **groups)) == 600
+
+
+@pytest.mark.parametrize("what", ["the pair", "the index arrays"])
+def test_too_many_open_files_are_called_that(what, tmp_path, capsys):
+    write_corpus(tmp_path / "part", [11, 5, 17])
+    cache = IndexCache(tmp_path / "cache")
+    made = {"rows": np.arange(4)}
+    cache.arrays("rows", {"a": 1}, lambda: made)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 200), hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(open(os.devnull))
+        with pytest.raises(
+            TooManyFilesError, match=r"Too many open files. This process may have \d+ files open. Raise"
+        ):
+            if what == "the pair":
+                IndexedDataset(tmp_path / "part")
+            else:
+                cache.arrays("rows", {"a": 1}, lambda: made)
+    finally:
+        for stream in held:
+            stream.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "damaged" not in capsys.readouterr().err
+    assert cache.arrays("rows", {"a": 1}, lambda: {})["rows"].tolist() == [0, 1, 2, 3]

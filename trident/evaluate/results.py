@@ -1,0 +1,114 @@
+"""Results of tasks: a table for people, and a file with everything as JSON, complete after each task."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import megatron
+from megatron.errors import DataError, printable
+from megatron.files.plain import read_plain_json
+from megatron.files.replacing import write_atomically
+from trident.evaluate.tasks.task import TaskResult
+
+FORMAT = "megatron-evaluation"
+FORMAT_VERSION = 1
+MOST_BYTES = 1 << 30
+
+NETWORK = "model"
+_ROUNDING = 1e-12  # an error below this part of its figure comes from adding up equal values
+
+
+@dataclass(frozen=True)
+class EvaluatedTask:
+    """A task that was run: its result, or why there is none."""
+
+    title: str
+    result: TaskResult | None = None
+    failure: str | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """What the file holds about it."""
+        if self.result is None:
+            return {"name": self.title, "failure": self.failure}
+        return {**asdict(self.result), "seconds": round(self.seconds, 3)}
+
+
+def write_results(path: Path, about: Mapping[str, Any], outcomes: Sequence[EvaluatedTask]) -> None:
+    """Writes the file, over an older one.
+
+    Args:
+        about: what was evaluated and how: checkpoint, tokenizer, layout, seed, limit.
+
+    Raises:
+        StorageError: the file system refused; an older file is as it was.
+    """
+    tree = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "version": megatron.__version__,
+        **about,
+        "tasks": [outcome.to_json() for outcome in outcomes],
+    }
+    text = json.dumps(_without_infinities(tree), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(path, text.encode(errors="backslashreplace"))
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """A file that `write_results` wrote.
+
+    Raises:
+        DataError: it cannot be read or is something else.
+    """
+    try:
+        tree = read_plain_json(path, MOST_BYTES, MOST_BYTES // 8)
+    except (OSError, ValueError) as failure:
+        raise DataError(f"{path} cannot be read as results of an evaluation: {failure}.") from failure
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT or tree.get("format_version") != FORMAT_VERSION:
+        raise DataError(f"{path} holds no results of tools/evaluate.py of this version.")
+    return tree
+
+
+def _without_infinities(value: Any) -> Any:
+    """JSON has no word for infinities and not-a-number: they become texts."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _without_infinities(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_infinities(item) for item in value]
+    return value
+
+
+def result_lines(result: TaskResult) -> Iterator[str]:
+    """A table with a row for each baseline and the network and a column for each figure, then the mistakes."""
+    about = "; ".join([f"{result.count} {'item' if result.count == 1 else 'items'}", *result.notes])
+    yield f"{result.name} ({result.kind}; {about})"
+    metrics = list(result.figures)
+    rows = [["", *metrics]]
+    for name, figures in result.baselines.items():
+        rows.append([name, *(_cell(metric, figures, result.baseline_errors.get(name, {})) for metric in metrics)])
+    rows.append([NETWORK, *(_cell(metric, result.figures, result.errors) for metric in metrics)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
+        yield ("  " + "   ".join(cells)).rstrip()
+    for mistake in result.wrong:
+        yield f"  wrong at {printable(mistake.place, quoted=False)}"
+        yield f"    after {printable(mistake.context[-80:])}"
+        yield f"    it is {printable(mistake.expected)}, predicted was {printable(mistake.predicted)}"
+
+
+def _cell(metric: str, figures: Mapping[str, float], errors: Mapping[str, float]) -> str:
+    if metric not in figures:
+        return ""
+    value = figures[metric]
+    error = errors.get(metric)
+    if error is not None and error <= _ROUNDING * abs(value):
+        error = 0.0
+    return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"

@@ -1,0 +1,1 @@
+"""What a run evaluates while it trains: its tasks and its sample prompts, callbacks that the trainer finds by name."""

@@ -1,0 +1,114 @@
+"""Scores queries with the network that is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.config import ModelConfig
+from megatron.engine.engine import Engine
+from megatron.objective.scoring import LOGPROBS, PREDICTED, ScoringObjective
+from megatron.train.run import Run
+from trident.evaluate.batches import Answers, NetworkScorer, QueryBatch, plan_rounds
+from trident.evaluate.scoring import Query
+
+_MICRO_BATCHES_PER_STAGE = 4  # of a call, so that few stages wait for work
+
+
+@dataclass(frozen=True)
+class ScoringBatch:
+    """A micro-batch of queries in the shape that all micro-batches of a call share.
+
+    Shapes: tokens and segment_ids `[b, s]`, sample_ids `[b]`, rows, labels and places `[n]`, all int64; prefix_mask
+    `[b, s]` bool.
+    """
+
+    tokens: np.ndarray
+    prefix_mask: np.ndarray
+    rows: np.ndarray
+    labels: np.ndarray
+    places: np.ndarray
+
+    @property
+    def sample_ids(self) -> np.ndarray:
+        """Zeros, since only dropout depends on them."""
+        return np.zeros(len(self.tokens), np.int64)
+
+    @property
+    def segment_ids(self) -> np.ndarray:
+        """Zeros: a query is one document."""
+        return np.zeros_like(self.tokens)
+
+    @classmethod
+    def of(cls, batch: QueryBatch | None, shape: tuple[int, int], places: Sequence[int]) -> ScoringBatch:
+        """Pads a batch of queries, of which there may be none.
+
+        Args:
+            places: the places of the batch's targets in the metric vectors.
+        """
+        nothing = np.zeros(0, np.int64)
+        tokens, prefix, rows, labels = np.zeros(shape, np.int64), np.zeros(shape, np.bool_), nothing, nothing
+        if batch is not None:
+            count, length = batch.inputs.shape
+            tokens[:count, :length], prefix[:count, :length] = batch.inputs, batch.prefix
+            rows = batch.rows // length * shape[1] + batch.rows % length
+            labels = batch.labels
+        return cls(tokens, prefix, rows, labels, np.array(places, np.int64))
+
+
+class EngineScorer(NetworkScorer):
+    """A `Scorer` of the network in a training engine, in every layout and ZeRO stage; training is not affected by it.
+
+    Args:
+        engine: the engine, between two steps.
+        model: the architecture.
+        batch_tokens: tokens of a micro-batch in training, which a batch of queries does not exceed.
+        beat: called while scores are computed, so that the run is not considered hung.
+    """
+
+    def __init__(
+        self, engine: Engine, model: ModelConfig, batch_tokens: int, beat: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(model)
+        self.engine = engine
+        self.batch_tokens = batch_tokens
+        self._beat = beat
+
+    @classmethod
+    def of(cls, run: Run) -> EngineScorer:
+        """Scores with the network of a run as it is."""
+        config = run.config
+        batch_tokens = config.optim.micro_batch_size * config.data.seq_length
+        return cls(run.engine, config.model, batch_tokens, lambda: run.watch.enter("evaluation", run.progress.step))
+
+    def rounds(self, queries: Sequence[Query]) -> list[list[list[int]]]:
+        """Batches of one shape, enough of them in a round to fill the pipeline."""
+        mesh = self.engine.mesh
+        side_by_side = mesh.loss.size * (1 if mesh.pp.size == 1 else _MICRO_BATCHES_PER_STAGE * mesh.pp.size)
+        return plan_rounds(queries, self.batch_tokens, side_by_side, padded_up_to=self.model.rotations_fixed_up_to)
+
+    def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
+        """Runs a round; the engine brings its scores to all ranks."""
+        self._measure(answers, [answers.batch(numbers) for numbers in batches])
+        self._beat()
+
+    def _measure(self, answers: Answers, batches: Sequence[QueryBatch]) -> None:
+        """Scores a round of batches, divided among all copies of the model, and writes the results to their places."""
+        axis = self.engine.mesh.loss
+        counts = [len(batch.labels) for batch in batches]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        shape = (max(len(batch.inputs) for batch in batches), max(batch.inputs.shape[1] for batch in batches))
+        own = []
+        for first in range(0, len(batches), axis.size):
+            number = first + axis.rank
+            batch = batches[number] if number < len(batches) else None
+            places = range(starts[number], starts[number + 1]) if batch is not None else ()
+            own.append(ScoringBatch.of(batch, shape, places))
+        objective = ScoringObjective(self.engine.mesh.tp, self.model.vocab_size, int(starts[-1]))
+        scores = self.engine.measure(own, objective)
+        places_of_all = np.concatenate([batch.places for batch in batches])
+        answers.logprobs[places_of_all] = scores[LOGPROBS].numpy()
+        answers.predicted[places_of_all] = scores[PREDICTED].to(torch.int64).numpy()
