@@ -135,9 +135,6 @@ def _record(source: ForeignModel, model_file: Path, target: Path, tokenizer: Tok
     Args:
         model_file: where `model.yaml` is while the import is not finished.
         target: the folder that it will be in.
-
-    Raises:
-        ConversionError: the stored flags do not make up a run, or the vocabulary is another one.
     """
     words = _words(source, model_file)
     try:
