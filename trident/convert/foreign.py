@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron import log
 from megatron.checkpoint import write_snapshot
@@ -30,14 +28,6 @@ from trident.convert.megatron_format.torch_files import Choices, is_torch_layout
 _POINTERS = ("latest_universal", "latest", "latest_checkpointed_iteration.txt")
 _LONGEST_NAME = 200
 _LONGEST_POINTER_BYTES = 4096
-# What a run needs and a stored run may not say; a run that continues the checkpoint gives its own.
-_REQUIRED: Mapping[str, Any] = {
-    "seq_length": None,
-    "micro_batch_size": 1,
-    "global_batch_size": None,
-    "train_iters": 1,
-    "lr": 1e-5,
-}
 
 
 def open_foreign(path: Path, choices: Choices) -> ForeignModel:
@@ -145,9 +135,6 @@ def _record(source: ForeignModel, model_file: Path, target: Path, tokenizer: Tok
     Args:
         model_file: where `model.yaml` is while the import is not finished.
         target: the folder that it will be in.
-
-    Raises:
-        ConversionError: the stored flags do not make up a run, or the vocabulary is another one.
     """
     words = _words(source, model_file)
     try:
@@ -176,13 +163,16 @@ def _words(source: ForeignModel, model_file: Path) -> list[str]:
     """The command line of the run that the checkpoint belongs to, completed where nothing is stored."""
     flags = source.state.flags if source.has_moments else {}
     words = ["--config", str(model_file), "--data-path", "none", *([] if source.has_moments else ["--no-save-optim"])]
-    for name, value in _REQUIRED.items():
-        is_given = name in flags or (name == "train_iters" and "train_samples" in flags)
-        if name == "seq_length":
-            value = source.state.flags.get(name, source.model.max_position_embeddings)
-        elif name == "global_batch_size":
-            value = flags.get("micro_batch_size", 1)
-        if not is_given:
+    # What a run needs and a stored run may not say; a run that continues the checkpoint gives its own.
+    needed = {
+        "seq_length": source.state.flags.get("seq_length", source.model.max_position_embeddings),
+        "micro_batch_size": 1,
+        "global_batch_size": flags.get("micro_batch_size", 1),
+        "train_iters": 1,
+        "lr": 1e-5,
+    }
+    for name, value in needed.items():
+        if name not in flags and not (name == "train_iters" and "train_samples" in flags):
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words
 

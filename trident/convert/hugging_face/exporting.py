@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron import log
-from megatron.checkpoint.catalogue import ITEM_BYTES
+from megatron.checkpoint.catalogue import ITEM_BYTES, Catalogue
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.snapshot import TORCH_TYPES
 from megatron.checkpoint.storage import write_text
@@ -94,16 +94,10 @@ def export_model(request: ExportRequest) -> Path:
     family = family_for(model, request.model_type, request.origin)
     config = family.write_config(model)
     manifest = read_manifest(request.checkpoint)
-    catalogue = manifest.catalogue
-    if request.kind == "average" and not any("average" in catalogue.kinds(name) for name in catalogue.names()):
-        raise CheckpointError(
-            f"{request.checkpoint} holds no means of weights (--averaged-weights): its run was trained without "
-            "--ema-decay or --optimizer schedule-free. Drop --averaged-weights."
-        )
     source = CheckpointSource(request.checkpoint, manifest, request.kind)
     shapes = network_shapes(model)
     known = {*network_shapes(stored_model), *optional_states(stored_model)}
-    _check_names(catalogue.names(), known, request.checkpoint)
+    _check_contents(request, manifest.catalogue, known)
     if stored_model.mtp_num_layers:
         log.info(
             f"the weights of --mtp-num-layers {stored_model.mtp_num_layers} are left out: transformers does not "
@@ -158,13 +152,21 @@ def tuned_template(name: str | None, data: DataConfig, tokenizer: TokenizerChoic
     return load_chat_template(name, tokenizer_folder(tokenizer))
 
 
-def _check_names(stored: list[str], known: Set[str], checkpoint: Path) -> None:
-    """Checks that the checkpoint holds nothing that the network does not have; what is missing is noticed later."""
-    left = sorted(set(stored) - known)
+def _check_contents(request: ExportRequest, catalogue: Catalogue, known: Set[str]) -> None:
+    """Checks that the checkpoint holds the means that are asked for, and nothing that the network does not have; what
+    else is missing is noticed later.
+    """
+    names = catalogue.names()
+    if request.kind == "average" and not any("average" in catalogue.kinds(name) for name in names):
+        raise CheckpointError(
+            f"{request.checkpoint} holds no means of weights (--averaged-weights): its run was trained without "
+            "--ema-decay or --optimizer schedule-free. Drop --averaged-weights."
+        )
+    left = sorted(set(names) - known)
     if left:
         raise ConversionError(
-            f"{checkpoint} holds {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which the network of its "
-            "configuration does not have; they would be lost. Export with the program version that wrote it."
+            f"{request.checkpoint} holds {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which the network of "
+            "its configuration does not have; they would be lost. Export with the program version that wrote it."
         )
 
 

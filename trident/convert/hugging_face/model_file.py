@@ -59,10 +59,8 @@ def imported_record(
         *("--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5"),
         *{"BF16": ("--bf16",), "F16": ("--fp16",)}.get(dtype, ()),
     ]
-    if tokenizer is None:
-        recorded = TokenizerRecord(NO_TOKENIZER, None, model.vocab_size)
-    else:
-        recorded = TokenizerRecord.of(tokenizer)
+    nothing = TokenizerRecord(NO_TOKENIZER, None, model.vocab_size)
+    recorded = nothing if tokenizer is None else TokenizerRecord.of(tokenizer)
     record = untrained_record(flags, recorded, target)
     name = recorded.name.replace(str(model_file.parent), str(target.absolute()))
     return dataclasses.replace(record, tokenizer=dataclasses.replace(recorded, name=name), family=family)

@@ -108,7 +108,9 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
     if adds_special_tokens(choice):
         _write_wordpiece(described, tokenizer, target, max_length)
         return
-    eod = _end_of_document(tokenizer)
+    eod = None
+    with contextlib.suppress(ConfigError):  # it may have none
+        eod = tokenizer.decode([tokenizer.eod_id])
     if not (target / TOKENIZER_JSON).exists():
         added = described.get("added_tokens") or []
         if eod is not None and not any(entry.get("content") == eod for entry in added):
@@ -316,13 +318,6 @@ def _name_class(source: Path, target: Path) -> None:
     named = read_json_file(path, "the tokenizer's configuration") if path.exists() else {}
     if "tokenizer_class" not in named:
         _rewrite(target / TOKENIZER_CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast", **named})
-
-
-def _end_of_document(tokenizer: Tokenizer) -> str | None:
-    try:
-        return tokenizer.decode([tokenizer.eod_id])
-    except ConfigError:
-        return None
 
 
 def _special_token(number: int, text: str) -> dict[str, Any]:

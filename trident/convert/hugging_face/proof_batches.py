@@ -66,9 +66,13 @@ def proof_batches(model: ModelConfig, tokenizer: Tokenizer | None, padding_id: i
     """
     batches = []
     for length in proof_lengths(model):
-        rows = [_random_row(model.vocab_size, length, padding_id)]
+        drawn = torch.randint(model.vocab_size, (length,), generator=torch.Generator().manual_seed(_SEED))
+        if padding_id is not None:
+            drawn[drawn == padding_id] = (padding_id + 1) % model.vocab_size
+        rows = [drawn.tolist()]
         if tokenizer is not None:
-            rows.append(_real_row(model.vocab_size, length, tokenizer))
+            ids = [token for text in REAL_TEXTS for token in tokenizer.encode(text) if token < model.vocab_size]
+            rows.append((ids * (length // max(1, len(ids)) + 1))[:length])
         batches.append(ProofBatch(torch.tensor(rows), _positions(length)))
     return _encoder_batches(batches[0].tokens, model, tokenizer, padding_id) if model.bidirectional else batches
 
@@ -121,16 +125,6 @@ def _encoder_batches(
         ProofBatch(tokens, _positions(length), types),
         ProofBatch(padded, _positions(length // 2), types, is_text),
     ]
-
-
-def _random_row(vocab_size: int, length: int, never: int | None) -> list[int]:
-    drawn = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(_SEED))
-    return (drawn if never is None else torch.where(drawn == never, (never + 1) % vocab_size, drawn)).tolist()
-
-
-def _real_row(vocab_size: int, length: int, tokenizer: Tokenizer) -> list[int]:
-    ids = [token for text in REAL_TEXTS for token in tokenizer.encode(text) if token < vocab_size]
-    return (ids * (length // max(1, len(ids)) + 1))[:length]
 
 
 def _positions(length: int) -> torch.Tensor:

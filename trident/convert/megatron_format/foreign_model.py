@@ -90,7 +90,16 @@ class ForeignModel:
             ConversionError: names what is missing, unexpected or of another shape.
         """
         rules = tensor_rules(self.model)
-        self._check_split(rules)
+        for (name, _), parts in self.parts.items():
+            rule = rules.get(name)
+            if rule is None or rule.split is None or rule.rows == "vocabulary":
+                continue
+            if rule.shape[rule.split] % len(parts):
+                raise ConversionError(
+                    f"{name} has {rule.shape[rule.split]} blocks, which {len(parts)} tensor-parallel ranks cannot "
+                    "divide among them; upstream then stores copies, which are not converted. Save the checkpoint "
+                    "with fewer ranks first."
+                )
         kinds: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq") if self.has_moments else ("weight",)
         missing = [f"{name} ({kind})" for name in rules for kind in kinds if (name, kind) not in self.parts]
         unexpected = sorted({name for name, _ in self.parts if name not in rules})
@@ -111,18 +120,6 @@ class ForeignModel:
                 f"the tensors in {self.path} do not match the network that its arguments describe; "
                 f"{'; '.join(problems)}. The files are incomplete, or of another network."
             )
-
-    def _check_split(self, rules: Mapping[str, ShardingRule]) -> None:
-        for (name, _), parts in self.parts.items():
-            rule = rules.get(name)
-            if rule is None or rule.split is None or rule.rows == "vocabulary":
-                continue
-            if rule.shape[rule.split] % len(parts):
-                raise ConversionError(
-                    f"{name} has {rule.shape[rule.split]} blocks, which {len(parts)} tensor-parallel ranks cannot "
-                    "divide among them; upstream then stores copies, which are not converted. Save the checkpoint "
-                    "with fewer ranks first."
-                )
 
 
 def _expected_shape(rule: ShardingRule, parts: Sequence[RankPart]) -> tuple[int, ...]:

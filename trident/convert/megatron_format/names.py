@@ -77,7 +77,7 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
         {
             int(match.group(1))
             for name in plain.values()
-            if (match := _PIPELINE.fullmatch(name)) and _in_block(match.group(2)) is not None
+            if (match := _PIPELINE.fullmatch(name)) and _in_block(0, match.group(2)) is not None
         }
     )
     blocks = {number: place for place, number in enumerate(numbers)}
@@ -165,30 +165,26 @@ def _path(ours: str, naming: str, config: ModelConfig) -> tuple[str, ...]:
 def _our_name(name: str, blocks: Mapping[int, int]) -> str | None:
     if _IGNORED.fullmatch(name):
         return None
-    tied = _TIED.fullmatch(name)
-    if tied:
-        return _outside(tied.group(1))
-    match = _BLOCK.fullmatch(name)
-    if match:
-        inner = _in_block(match.group(2))
-        return None if inner is None else f"decoder.layers.{int(match.group(1))}.{inner}"
-    match = _PIPELINE.fullmatch(name)
-    if match:
-        number, rest = int(match.group(1)), match.group(2)
+    if match := _TIED.fullmatch(name):
+        return _outside(match[1])
+    if match := _BLOCK.fullmatch(name):
+        return _in_block(int(match[1]), match[2])
+    if match := _PIPELINE.fullmatch(name):
+        number, rest = int(match[1]), match[2]
         if number in blocks:
-            inner = _in_block(rest)
-            return None if inner is None else f"decoder.layers.{blocks[number]}.{inner}"
+            return _in_block(blocks[number], rest)
         return f"decoder.final_layernorm.{rest}" if rest in ("weight", "bias") else _outside(rest)
     return _outside(_PREFIXES.sub("", name, count=1))
 
 
-def _in_block(name: str) -> str | None:
+def _in_block(layer: int, name: str) -> str | None:
     if name.startswith("attention."):  # of the first versions
         name = "self_" + name
     stem, _, last = name.rpartition(".")
     if last in ("layer_norm_weight", "layer_norm_bias") and stem in _FUSED_NORMS:
-        return f"{_FUSED_NORMS[stem]}.{last.removeprefix('layer_norm_')}"
-    return f"{_OURS_IN_BLOCK[stem]}.{last}" if stem in _OURS_IN_BLOCK and last in ("weight", "bias") else None
+        return f"decoder.layers.{layer}.{_FUSED_NORMS[stem]}.{last.removeprefix('layer_norm_')}"
+    ours = _OURS_IN_BLOCK.get(stem)
+    return f"decoder.layers.{layer}.{ours}.{last}" if ours is not None and last in ("weight", "bias") else None
 
 
 def _outside(name: str) -> str | None:

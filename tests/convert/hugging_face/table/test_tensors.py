@@ -20,7 +20,7 @@ from trident.convert.hugging_face.table.tensors import (
     bind,
     experts,
     gate_and_up,
-    linear_transposed,
+    linear,
     matrix,
     parts_by_tensor,
     separate_query_key_value,
@@ -51,7 +51,7 @@ def moved(tensors: list[BoundTensor], ours: Mapping[str, torch.Tensor]) -> dict[
     [
         ((matrix("w", "t"),), GATED, {"t": GATED.view(12, 4)}),
         ((vector("w", "t"),), GATED, {"t": GATED.view(48)}),
-        (linear_transposed("w", "t"), GATED[0], {"t.weight": GATED[0].T}),
+        (linear("w", "t", (1, 0)), GATED[0], {"t.weight": GATED[0].T}),
         (
             separate_query_key_value("w", "q", "k", "v"),
             GROUPED,

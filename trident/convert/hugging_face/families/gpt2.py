@@ -12,15 +12,7 @@ from trident.convert.hugging_face.table.config_fields import (
     tied_head,
 )
 from trident.convert.hugging_face.table.family import Family
-from trident.convert.hugging_face.table.tensors import (
-    OUR_LAYER,
-    MappedPart,
-    TensorMapping,
-    linear,
-    linear_transposed,
-    matrix,
-    norm,
-)
+from trident.convert.hugging_face.table.tensors import OUR_LAYER, MappedPart, TensorMapping, linear, matrix, norm
 
 _QKV = OUR_LAYER + "self_attention.linear_qkv"
 
@@ -63,10 +55,10 @@ GPT2 = Family(
         TensorMapping(
             f"{_QKV}.bias", (MappedPart("transformer.h.{layer}.attn.c_attn.bias", order=(1, 0, 2), columns=0),)
         ),
-        *linear_transposed(OUR_LAYER + "self_attention.linear_proj", "transformer.h.{layer}.attn.c_proj"),
+        *linear(OUR_LAYER + "self_attention.linear_proj", "transformer.h.{layer}.attn.c_proj", (1, 0)),
         *norm(OUR_LAYER + "pre_mlp_layernorm", "transformer.h.{layer}.ln_2"),
-        *linear_transposed(OUR_LAYER + "mlp.linear_fc1", "transformer.h.{layer}.mlp.c_fc"),
-        *linear_transposed(OUR_LAYER + "mlp.linear_fc2", "transformer.h.{layer}.mlp.c_proj"),
+        *linear(OUR_LAYER + "mlp.linear_fc1", "transformer.h.{layer}.mlp.c_fc", (1, 0)),
+        *linear(OUR_LAYER + "mlp.linear_fc2", "transformer.h.{layer}.mlp.c_proj", (1, 0)),
         *norm("decoder.final_layernorm", "transformer.ln_f"),
         *linear("output_layer", "lm_head"),
     ),

@@ -79,14 +79,9 @@ def norm(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
     return vector(f"{ours}.weight", f"{theirs}.weight"), vector(f"{ours}.bias", f"{theirs}.bias")
 
 
-def linear(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a linear layer."""
-    return _linear(ours, ((theirs, ()),))
-
-
-def linear_transposed(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a linear layer that they store as [in, out]."""
-    return _linear(ours, ((theirs, ()),), order=(1, 0))
+def linear(ours: str, theirs: str, order: tuple[int, ...] = ()) -> tuple[TensorMapping, TensorMapping]:
+    """Weight and bias of a linear layer; with the order (1, 0) they store the weight as [in, out]."""
+    return _linear(ours, ((theirs, ()),), order)
 
 
 _QUERIES, _KEYS, _VALUES = DimensionRange(1, 0, -2), DimensionRange(1, -2, -1), DimensionRange(1, -1)
