@@ -13,7 +13,7 @@ from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.sources.source import DataRequest
 from megatron.data.stores.address import StoreAddress
-from megatron.data.stores.document_store import open_backend, open_store
+from megatron.data.stores.document_store import DocumentStore, open_backend
 from tests.reliability.fuzzing.fuzz_files import VOCAB_SIZE
 from trident.corpus.featurize.featurize_corpus import WindowOptions, featurize_tokens
 from trident.corpus.stores.importing import ImportOptions, import_files
@@ -95,16 +95,13 @@ def write_store(undamaged: Path) -> None:
 def read_store(folder: Path, undamaged: Path, draw: Random) -> None:
     """Fetches every document of a store, and looks through it."""
     address = StoreAddress.of(f"sqlite:///{folder}/store.db")
-    store = open_store(address)
+    backend = open_backend(address)
     try:
+        store = DocumentStore(backend)
         for document in range(len(store)):
             check(isinstance(store.fetch(document), str), "a document that is not a text")
         if draw.random() < 0.5:
-            backend = open_backend(address)
-            try:
-                for found in audit(backend):
-                    check(isinstance(found.problems, list), "no list of problems")
-            finally:
-                backend.close()
+            for found in audit(backend):
+                check(isinstance(found.problems, list), "no list of problems")
     finally:
-        store.close()
+        backend.close()
