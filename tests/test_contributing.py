@@ -20,6 +20,7 @@ WALKS = {
     "From jsonl to `.bin/.idx`": 8,
     "From `.bin/.idx` to a batch": 8,
     "From a batch to the loss": 8,
+    "From the loss to the update": 8,
     "### One parameter, into a checkpoint and into another layout": 9,
     "### A prompt, to a text": 9,
     "### A tensor of a Hugging Face model, in and out": 8,

@@ -42,7 +42,7 @@ class Engine:
         seed: seed of the initial parameter values.
         freezing: which parameters are not trained, or not since the beginning.
         pipeline: how the layers are divided over the ranks of a pipeline.
-        checks: what is looked at in every step; with ZeRO 3, no gradients.
+        checks: what is looked at in every step; with ZeRO 3 gradients are not looked at.
 
     Attributes:
         stack: this rank's layers, of all its chunks.
@@ -119,7 +119,7 @@ class Engine:
         return self._count.read()[1]
 
     def restart_count(self, updates: int, averaging_weight: float) -> None:
-        """Sets both, as a checkpoint says."""
+        """Sets `update_count` and `averaging_weight`, as a checkpoint says."""
         self._count.restart(updates, averaging_weight)
 
     def before_update(self, work: Callable[[], None]) -> None:

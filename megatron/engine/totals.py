@@ -88,7 +88,7 @@ class StepResult:
 
     The values are copied to the host while the device continues; the first read waits for the copy.
 
-        Args:
+    Args:
         figures: the global 2-norm of the gradient before clipping, then the sums as `StepTotals.over_ranks` returns
             them, and those of `GradientFigures.measure`. `[3 + sums + gradients]` float64.
         objective: names the sums.

@@ -60,7 +60,7 @@ class MetricSpec:
     """A metric that an objective sums over micro-batches and ranks: the sums, then as many weights.
 
     Attributes:
-        labels: the names within the group, one for each sum; a single metric has no label.
+        labels: the names within the group, one for each sum; a single metric has one empty label.
         reduction: as in `Metric`.
     """
 
@@ -84,7 +84,7 @@ def metrics_of(values: Mapping[str, Any], reduction: Reduction, weight: float = 
 
 
 def combined(parts: Sequence[Metric]) -> Metric:
-    """One metric of several steps, of which those count that its reduction names."""
+    """One metric of several steps, as its reduction says."""
     last = parts[-1]
     if last.reduction is Reduction.LAST:
         return last

@@ -56,8 +56,12 @@ class Evaluation:
 class Callback:
     """Something that a run does besides training its steps. A callback overrides only the methods it needs.
 
-    All but `after_save` are called in the main thread, on every rank and at the same point of the run, so that they may
-    communicate. What they raise ends the run.
+    All but `after_save`, `failed_save` and `close` are called on every rank at the same point of the run, so that they
+    may communicate; all but `after_save` in the main thread. What they raise ends the run.
+
+    The order is that of `train/build.py`: reports of steps; callbacks of companions, of `callbacks/table.py` and of the
+    program; evaluating, saving and the record of starts. What is called around evaluations and saves reaches only those
+    that flags and the program ask for.
     """
 
     @classmethod
@@ -109,7 +113,9 @@ class Callback:
         """No step follows; the last checkpoint is about to be saved."""
 
     def finished(self, run: Run) -> None:
-        """All samples are consumed and the last checkpoint is saved; or the run only evaluates."""
+        """All samples are consumed and the last checkpoint is saved; or the run only evaluates. The final evaluations
+        follow.
+        """
 
     def close(self, run: Run, error: BaseException | None) -> None:
         """The run ends; the last callback is closed first. Called once `opened` was, whether or not that raised.

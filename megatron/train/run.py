@@ -20,7 +20,10 @@ from megatron.train.watchdog import Watch
 
 @dataclass
 class Run:
-    """The components of a run. Only `progress` is ever reassigned: after a step, and when that turns out to be bad."""
+    """The components of a run.
+
+    Only `progress` is reassigned: after a step, when one turns out to be bad, and when batches are skipped.
+    """
 
     config: RunConfig
     mesh: ParallelMesh

@@ -38,7 +38,7 @@ def _ramp_up_of_a_file(run: RunSections) -> Iterator[str]:
 
 @run_rule
 def _pipeline(run: RunSections) -> Iterator[str]:
-    """The first of its rules that is broken, unless a number is out of bounds; the layers are 0 if not known."""
+    """Sentences of the first group of rules that is broken; none if a number is out of bounds. 0 layers are unknown."""
     parallel, num_layers = run.parallel, run.model.num_layers
     counts = (parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage)
     sizes = [parallel.pipeline_model_parallel_size, *(count for count in counts if count is not None)]

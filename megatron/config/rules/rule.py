@@ -12,8 +12,8 @@ class Moment(enum.Enum):
     """When a rule is checked, and what it is called with."""
 
     MODEL = "a network is described, with or without a run: (model)"
-    RUN = "a run is described, asked for or resolved: (run)"
-    REQUEST = "flags are read; a resolved run may break it: (run)"
+    RUN = "a configuration is built, a saved one included: (run)"
+    REQUEST = "flags are read, and only then; it sees them as they were given: (run)"
     NOTICE = "flags without a problem are read; its sentences are shown and the run goes on: (run)"
     WORLD = "the number of processes is known: (run, world_size)"
     RESOLVED = "the machine is known, and what it decides: (config, machine)"

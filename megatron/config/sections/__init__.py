@@ -1,5 +1,5 @@
 """A frozen dataclass per section of the configuration; its fields are the flags, its rules are checked on creation.
 
 The sections of the network and of what is learned are in `config/architecture/` and `config/objective/`. A section
-knows only itself. Rules between sections are in `config/run_config.py` and `config/request_rules.py`.
+knows only itself. Rules between flags are in `config/rules/`.
 """

@@ -77,7 +77,7 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
         return None if decay is None else AveragedWeights(masters, decay)
 
     def weight_of(self, optimizer: _Optimizer, learning_rate: float) -> float:
-        """The weight of an update at a learning rate in a mean of the iterates; 0 without one."""
+        """The weight of an update at this rate in the mean of the iterates; 0 if there is no such mean."""
         return 0.0
 
     def resume(self, optimizer: _Optimizer, master: torch.Tensor, updates: int, weight: float) -> None:

@@ -1,4 +1,4 @@
-"""The callbacks that the flags of a run may ask for, in the order in which they are called."""
+"""The callbacks that flags may ask for: those of companions are called first, then these, then those of a program."""
 
 from __future__ import annotations
 
