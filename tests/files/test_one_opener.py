@@ -18,7 +18,6 @@ ALLOWED = {
     "trident/corpus/stores/inspection.py": "/proc",
     "trident/corpus/workers/pipes.py": "/proc",
     "megatron/cuda_driver.py": "a file of the torch package",
-    "megatron/data/datasets/examples/tokenized_examples.py": "maps a file that it has made",
     "megatron/files/replacing.py": "syncs a folder",
     "trident/serve/web.py": "a file of the package",
     "megatron/kernels/native/library.py": "libraries that are executed when they are loaded",

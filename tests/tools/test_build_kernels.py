@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron import process_exit
 from megatron.kernels.native.library import LIBRARY, RECORD
 from tools import build_kernels
 
@@ -21,7 +22,7 @@ def test_a_build_says_what_comes_next(
     compiler.write_text('#!/bin/sh\nfor word; do last=$word; done\necho "$*" > "$last"\n')
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setattr(build_kernels.log, "interrupt_on_sigterm", lambda: None)
+    monkeypatch.setattr(process_exit, "interrupt_on_sigterm", lambda: None)
     assert build_kernels.main(["--output", str(tmp_path / "built"), "--cuda", "no", "--only", "norm,optimizer"]) == 0
     assert sorted(path.name for path in (tmp_path / "built").iterdir()) == [RECORD, LIBRARY]
     said = capsys.readouterr().out

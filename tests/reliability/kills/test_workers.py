@@ -11,6 +11,7 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,10 +69,14 @@ def leave(corpus: TinyCorpus) -> None:
 
 
 def refuse_threads(corpus: TinyCorpus) -> None:
-    def refuse(*words: Any) -> int:
-        raise RuntimeError("can't start new thread")
+    start = threading.Thread.start
 
-    _thread.start_new_thread = refuse
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "read-ahead":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    threading.Thread.start = refuse  # type: ignore[method-assign]
 
 
 def train_with_fault(
