@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from megatron.errors import StorageError
 
 Item = TypeVar("Item")
 
+_START_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
 _CHECK_SECONDS = 0.5  # between two looks at whether the thread still runs
 
@@ -20,20 +21,22 @@ _CHECK_SECONDS = 0.5  # between two looks at whether the thread still runs
 class ReadAhead:
     """A thread that turns iterables into lists, one after the other, in the order they were submitted.
 
-    It starts with the first request. If no thread can be started, a warning says so once, and every request is refused
-    from then on. It is a daemon, unlike the threads of an executor: one that is stuck in a read does not keep the
-    program from ending.
+    It starts with the first request. `threading.Thread` is not used: its `start` waits forever for a thread that ran
+    out of memory before its first line. If no thread can be started, a warning says so once, and every request is
+    refused from then on.
     """
 
     def __init__(self) -> None:
         self._requests: SimpleQueue[PendingRead[Any] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="read-ahead", daemon=True)
+        self._started = _taken_lock()
+        self._ended = _taken_lock()
+        self._is_started = False
         self._is_usable = True
         self._failure: BaseException | None = None
 
     def submit(self, source: Iterable[Item]) -> PendingRead[Item] | None:
         """Starts reading `source` in the thread; None if there is no thread to read it."""
-        if self._is_usable and self._thread.ident is None:
+        if not self._is_started:
             self._start()
         if not self._is_usable:
             return None
@@ -43,12 +46,13 @@ class ReadAhead:
 
     def close(self) -> None:
         """Ends the thread after the reading it is at; one that is stuck in a read is left behind with a warning."""
-        if self._thread.ident is None or not self._is_usable:
+        if not self._is_started or not self._is_usable:
             return
         self._is_usable = False
         self._requests.put(None)
-        self._thread.join(_CLOSE_SECONDS)
-        if self._thread.is_alive():
+        if self._ended.acquire(timeout=_CLOSE_SECONDS):
+            self._ended.release()
+        else:
             log.warning(f"the thread that reads data ahead did not end within {_CLOSE_SECONDS:g} s and is left behind.")
 
     def check(self) -> None:
@@ -57,8 +61,9 @@ class ReadAhead:
         Raises:
             StorageError: it ended.
         """
-        if self._thread.is_alive():
+        if not self._ended.acquire(blocking=False):
             return
+        self._ended.release()  # for those that ask later
         reason = "without an error" if self._failure is None else f"with {_described(self._failure)}"
         raise StorageError(
             f"The thread that reads data ahead ended {reason}. Free memory if that is what it lacked, or read without "
@@ -66,22 +71,29 @@ class ReadAhead:
         ) from self._failure
 
     def _start(self) -> None:
+        self._is_started = True
         try:
-            self._thread.start()
+            _thread.start_new_thread(self._serve, ())
+            reason = "" if self._started.acquire(timeout=_START_SECONDS) else "it did not begin to run"
         except (RuntimeError, MemoryError) as failure:
+            reason = str(failure) or type(failure).__name__
+        if reason:
             self._is_usable = False
+            self._requests.put(None)  # for a thread that begins to run after all
             log.warning(
-                f"no thread could be started to read data ahead ({str(failure) or type(failure).__name__}): batches "
-                "are read when they are needed, which may be slower. Raise the limits on memory and processes, or give "
-                "--num-workers 0."
+                f"no thread could be started to read data ahead ({reason}): batches are read when they are needed, "
+                "which may be slower. Raise the limits on memory and processes, or give --num-workers 0."
             )
 
     def _serve(self) -> None:
         try:
+            self._started.release()
             while (reading := self._requests.get()) is not None:
                 reading.read()
         except BaseException as failure:  # raised where the next result is asked for
             self._failure = failure
+        finally:
+            self._ended.release()
 
 
 class PendingRead(Generic[Item]):
@@ -90,8 +102,10 @@ class PendingRead(Generic[Item]):
     def __init__(self, thread: ReadAhead, source: Iterable[Item]) -> None:
         self._thread = thread
         self._source = source
-        self._future: Future[list[Item]] = Future()
-        self._is_abandoned = False
+        self._items: list[Item] = []
+        self._failure: BaseException | None = None
+        self._is_cancelled = False
+        self._done = _taken_lock()
 
     def result(self) -> list[Item]:
         """Waits for the items.
@@ -101,15 +115,14 @@ class PendingRead(Generic[Item]):
             Exception: what reading raised.
         """
         self._wait()
-        failure = self._future.exception()
-        if failure is None:
-            return self._future.result()
-        if isinstance(failure, Exception) and not isinstance(failure, MemoryError):
-            raise failure
+        if self._failure is None:
+            return self._items
+        if isinstance(self._failure, Exception) and not isinstance(self._failure, MemoryError):
+            raise self._failure
         raise StorageError(
-            f"Reading data ahead failed with {_described(failure)}. Free memory if that is what it lacked, or "
+            f"Reading data ahead failed with {_described(self._failure)}. Free memory if that is what it lacked, or "
             "read without a thread (--num-workers 0); then resume from the last checkpoint (--load)."
-        ) from failure
+        ) from self._failure
 
     def cancel(self) -> None:
         """Abandons the rest and waits until the thread no longer uses the source.
@@ -117,29 +130,37 @@ class PendingRead(Generic[Item]):
         Raises:
             StorageError: the thread ended.
         """
-        self.abandon()
+        self._is_cancelled = True
         self._wait()
 
     def abandon(self) -> None:
         """Abandons the rest without waiting."""
-        self._is_abandoned = True
+        self._is_cancelled = True
 
     def read(self) -> None:
-        """Reads the items; called by the thread."""
-        items: list[Item] = []
+        """Reads the items; called by the thread. Hands over without allocating memory, which may be what is lacking."""
         try:
-            for item in () if self._is_abandoned else self._source:
-                items.append(item)
-                if self._is_abandoned:
-                    break
+            if not self._is_cancelled:
+                for item in self._source:
+                    self._items.append(item)
+                    if self._is_cancelled:
+                        break
         except BaseException as failure:  # raised in the thread that asks for the result
-            self._future.set_exception(failure)
-        else:
-            self._future.set_result(items)
+            self._failure = failure
+        finally:
+            self._done.release()
 
     def _wait(self) -> None:
-        while not wait([self._future], _CHECK_SECONDS).done:
+        while not self._done.acquire(timeout=_CHECK_SECONDS):
             self._thread.check()
+        self._done.release()
+
+
+def _taken_lock() -> threading.Lock:
+    """A lock that is released once, when something has happened: unlike an event, that takes no memory."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def _described(failure: BaseException) -> str:
