@@ -14,7 +14,7 @@ source examples/environment.sh
 version="$1"
 shift
 SAMPLE="${SAMPLE:-20}"
-FOLDERS="${FOLDERS:-tests/kernels tests/model tests/parity tests/convert}"
+FOLDERS="${FOLDERS:-tests/kernels tests/model tests/parity tests/trident/convert}"
 folder="${TORCHES_DIR:-$HOME/.cache/trident-megatron/torches}/$version"
 prepare_environment test
 

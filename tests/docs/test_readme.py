@@ -54,7 +54,7 @@ SHELL_FILES = (
     "examples/slurm/pretrain.slurm",
     "examples/slurm/preprocess.slurm",
     "examples/slurm/merge_shards.slurm",
-    "tests/launch/install_schedulers.sh",
+    "tests/trident/launch/install_schedulers.sh",
     "benchmarks/gpu/run.sh",
     "examples/turkish/run.sh",
     "tests/run.sh",
@@ -81,7 +81,11 @@ def check(command: list[str]) -> None:
         return
     if command[0] == "curl":  # tests/docs/guides/test_serving_guide.py runs it
         return
-    if command == ["python", "-m", "tests.convert.family_table"]:  # tests/convert/test_families.py runs it
+    if command == [
+        "python",
+        "-m",
+        "tests.trident.convert.family_table",
+    ]:  # tests/trident/convert/test_families.py runs it
         return
     for position, word in enumerate(command):
         rest = command[position + 1 :]

@@ -11,7 +11,7 @@ import pytest
 import pretrain_gpt
 from benchmarks.gpu.constants import TOKENS, planned_step
 from benchmarks.gpu.shapes import SHAPES
-from tests.plan.test_gpu_page import H100, MEASURED
+from tests.trident.plan.test_gpu_page import H100, MEASURED
 from tools.runs import plan
 
 GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")

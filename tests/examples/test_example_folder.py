@@ -26,7 +26,7 @@ NO_SIZE = {
     "training.sh": "sourced: the functions of the training scripts",
     "dsgpt2/settings.sh": "sourced: the sizes of that folder",
     "turkish/settings.sh": "sourced: the sizes of that folder",
-    "slurm/preprocess.slurm": "encodes the user's own text; a real Slurm runs it in tests/launch/test_slurm.py",
+    "slurm/preprocess.slurm": "encodes the user's own text; a real Slurm runs it in tests/trident/launch/test_slurm.py",
     "slurm/merge_shards.slurm": "merges what preprocess.slurm wrote; runs there too",
 }
 TURKISH = ("prepare", "pretrain", "finetune", "evaluate", "generate", "export", "run")
@@ -36,7 +36,7 @@ RUN_BY = {
     **dict.fromkeys(RANKS, "tests/examples/test_example_scripts.py"),
     **dict.fromkeys([f"turkish/{name}.sh" for name in TURKISH], "tests/seeds/turkish_gpt2/guide.py"),
     **dict.fromkeys([f"dsgpt2/{name}.sh" for name in DSGPT2], "tests/seeds/dsgpt2/example.py"),
-    "slurm/pretrain.slurm": "tests/launch/test_slurm.py",
+    "slurm/pretrain.slurm": "tests/trident/launch/test_slurm.py",
     "slurm/pretrain_gpt.slurm": "tests/docs/test_readme.py",
     "quickstart.sh": "tests/examples/test_kill_and_resume.py",
     "chat.sh": "here",

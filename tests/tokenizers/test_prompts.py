@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.tokenizers.prompts import encode_continuation, encode_document, encode_prompt, inner_ids, start_ids
-from tests.evaluate.fakes import EOD, ByteTokenizer
 from tests.tokenizers.framed import FRAMES, framed_tokenizer
+from tests.trident.evaluate.fakes import EOD, ByteTokenizer
 
 BYTES = ByteTokenizer()
 

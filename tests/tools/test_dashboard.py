@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from tests.dashboard.run_folders import write_run
+from tests.trident.dashboard.run_folders import write_run
 from tools.dashboard import list_checkpoints, main
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in a step, by axis, as a ring of ranks passes them on.
+"""Bytes that a rank sends in a step, by axis, with ring collectives.
 
-What a walk through the code of a step records says whether they are right (`tests/plan/test_messages.py`). Left out
-is what does not grow with hidden states or weights: sums of losses and norms, maxima of logits, counts of tokens.
+`tests/trident/plan/test_messages.py` compares them with what a simulated step records. Messages whose size does not
+grow with hidden states or weights are left out: sums of losses and norms, maxima of logits, counts of tokens.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.convert.megatron_output.networks import GPT2, write_network
 from tests.helpers.programs import forking_python
+from tests.trident.convert.megatron_output.networks import GPT2, write_network
 
 ROOT = Path(__file__).resolve().parents[3]
 

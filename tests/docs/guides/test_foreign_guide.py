@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from megatron.checkpoint.recovery import OpenCheckpoint
-from tests.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
 from tests.helpers.programs import forking_python
 from tests.helpers.tiny_run import write_tiny_corpus
+from tests.trident.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
 from tools.convert import import_megatron
 from trident.checkpoints.differences import compare
 

@@ -32,11 +32,11 @@ from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.checkpoint.keeping.checkpoints import save_step
 from tests.checkpoint.made.fake_pieces import make_state
 from tests.checkpoint.made.stored import save_checkpoint
-from tests.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
-from tests.convert.megatron_output.networks import GPT2, write_network
-from tests.convert.tiny_models import write_tiny_model
 from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.trident.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout
+from tests.trident.convert.megatron_output.networks import GPT2, write_network
+from tests.trident.convert.tiny_models import write_tiny_model
 
 Tree = Mapping[str, bytes]
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import CheckpointError, ConfigError, ConversionError
-from tests.convert.tiny_models import END, write_tiny_model, write_tokenizer
 from tests.helpers.programs import forking_python
+from tests.trident.convert.tiny_models import END, write_tiny_model, write_tokenizer
 from tools.convert import export_hf, import_hf
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.data.formats.indexed import IndexedDataset
-from tests.corpus.preprocess_runs import quiet
 from tests.helpers.vocabulary import write_vocabulary
+from tests.trident.corpus.preprocess_runs import quiet
 from tools import preprocess_data, preprocess_data_many_cores, train_tokenizer
 from tools.corpus import check_tokenizer, clean_corpus, corpus_store, featurize
 from trident.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
