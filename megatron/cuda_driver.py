@@ -14,7 +14,7 @@ from pathlib import Path
 _DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/nvgpu*", "/dev/dxg")
 
 
-def why_no_cuda() -> str:
+def cuda_unavailable_reason() -> str:
     """Why there is certainly no CUDA device for this process; empty where there may be one.
 
     What is certain is what `torch.cuda.is_available` cannot contradict, so only torch can tell that there is one.
