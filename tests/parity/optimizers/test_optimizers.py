@@ -124,6 +124,7 @@ CASES = [
 KEPT = ["muon tp2dp2", "muon pp2dp2", "muon-experts tp2dp2", "lion pp2dp2", "schedule-free tp2dp2", "schedule-free dp2"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)
 def test_every_layout_trains_like_one_process(case: str, tmp_path: Path) -> None:
     optimizer, layout = case.split()

@@ -153,6 +153,7 @@ def check(pairs: list[Pair]) -> None:
                 assert curve == pytest.approx(one, rel=CLOSE.get(pair[1], 1e-6), nan_ok=True), pair
 
 
+@pytest.mark.full
 def test_a_few_pairs_train_like_one_process() -> None:
     assert all(pipeline in PAIRS[value] for pipeline, value in FEW)
     check(list(FEW))

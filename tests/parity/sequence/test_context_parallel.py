@@ -202,6 +202,7 @@ FEW = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", sampled([FEW, list(CASES)], [FEW]), ids=["few", "all"])
 def test_losses_and_norms_are_those_of_one_process(names: list[str]) -> None:
     (alone,) = run_ranks(train, 1, names, 1)

@@ -58,6 +58,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("flags", "size"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_programs_of_all_ranks_fit_each_other(flags: tuple[str, ...], size: int) -> None:
     rehearsal = rehearsed(flags, size)
