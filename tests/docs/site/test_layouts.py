@@ -18,8 +18,8 @@ from docs.site.layouts import (
     TESTED_BY,
     grid,
     page,
-    refused_on,
     pair_tests,
+    refused_on,
 )
 from tests.engine.pipeline import test_deepspeed_pipeline
 from tests.parity import test_parity

@@ -13,7 +13,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from docs.site.layout_survey import AXES, words_of
-from docs.site.layouts import FEW, PAGE, refused_on, pair_tests
+from docs.site.layouts import FEW, PAGE, pair_tests, refused_on
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.data.loader import Batch, predicted_places
 from megatron.engine.engine import Engine
