@@ -69,7 +69,7 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
     backend = parallel.distributed_backend or device.default_backend()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     address = f"{ranks.master_address}:{ranks.master_port}"
-    calling = RollCall(ranks.rank, ranks.world_size, address, timeout.total_seconds())
+    calling = JoinMonitor(ranks.rank, ranks.world_size, address, timeout.total_seconds())
     is_joining = not dist.is_initialized()
     with calling if is_joining and ranks.world_size > 1 else contextlib.nullcontext():
         if is_joining:
@@ -141,7 +141,7 @@ def _export(ranks: Ranks) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _join(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> None:
+def _join(ranks: Ranks, backend: str, timeout: timedelta, calling: JoinMonitor) -> None:
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
@@ -153,7 +153,7 @@ def _join(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> 
 
 
 @contextlib.contextmanager
-def _explained(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> Iterator[None]:
+def _explained(ranks: Ranks, backend: str, timeout: timedelta, calling: JoinMonitor) -> Iterator[None]:
     """Says of errors of the network who is missing, or what the ranks were doing."""
     try:
         yield
@@ -236,7 +236,7 @@ def _check_address(ranks: Ranks) -> None:
 
 
 @final
-class RollCall:
+class JoinMonitor:
     """Says who is there; a context manager, around everything that connects the ranks.
 
     Args:
@@ -265,7 +265,7 @@ class RollCall:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._guard, name="roll-call", daemon=True)
 
-    def __enter__(self) -> RollCall:
+    def __enter__(self) -> JoinMonitor:
         self._thread.start()
         return self
 

@@ -162,7 +162,7 @@ class ShardSpec:
         return dataclasses.replace(self, is_tied_copy=True)
 
 
-def place(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
+def annotate(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
     """Attaches a spec to a parameter.
 
     Raises:

@@ -16,7 +16,7 @@ import torch
 
 from megatron.errors import HangError, LaunchError
 from megatron.parallel import joining, messages, processes
-from megatron.parallel.joining import RollCall, close_mesh, open_mesh
+from megatron.parallel.joining import JoinMonitor, close_mesh, open_mesh
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.processes import ProcessIdentity
@@ -100,7 +100,7 @@ def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.
     waits: list[float] = []
     monkeypatch.setattr(joining.time, "sleep", waits.append)
     ranks = Ranks(1, 4, 0, "node001.invalid", 12345, "srun")
-    calling = RollCall(1, 4, "node001.invalid:12345", 60.0)
+    calling = JoinMonitor(1, 4, "node001.invalid:12345", 60.0)
     with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot look up 'node001\.invalid'.*Set MASTER_ADDR"):
         joining._join(ranks, "gloo", timedelta(minutes=1), calling)
     assert waits == [1, 1]
@@ -163,8 +163,8 @@ class BusyStore:
         return self.kept.pop(key, None) is not None
 
 
-def _late(rank: int, size: int, store: BusyStore) -> RollCall:
-    calling = RollCall(rank, size, "node1:1234", 0.0)
+def _late(rank: int, size: int, store: BusyStore) -> JoinMonitor:
+    calling = JoinMonitor(rank, size, "node1:1234", 0.0)
     calling._store = store  # type: ignore[assignment]
     return calling
 
@@ -258,7 +258,7 @@ def test_a_low_hard_limit_refuses_only_what_does_not_fit(
 
 def test_a_rank_whose_neighbour_answered_and_ended_does_not_wait_for_ever() -> None:
     store = torch.distributed.HashStore()
-    ours, theirs = (RollCall(rank, 2, "node1:1234", 0.3, _no_rendezvous) for rank in range(2))
+    ours, theirs = (JoinMonitor(rank, 2, "node1:1234", 0.3, _no_rendezvous) for rank in range(2))
     store.set(f"{joining._ANSWERED}/1", "yes")  # it looked for a missing rank, found none, and ended
     theirs._store = store
     store.set(f"{joining._FIRST}/1", json.dumps(dataclasses.asdict(ProcessIdentity.own())))

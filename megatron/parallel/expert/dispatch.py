@@ -44,7 +44,7 @@ class Dispatch(ABC):
         Shapes: experts `[n, k]` int64.
         """
         order = ExpertOrder.of(experts, count, slots)
-        return EvenDispatch(order, RowExchange(axis)) if slots is not None else DroplessDispatch.along(order, axis)
+        return CapacityDispatch(order, RowExchange(axis)) if slots is not None else DroplessDispatch.along(order, axis)
 
     def start(self, tokens: torch.Tensor) -> torch.Tensor:
         """Begins to send tokens to their experts. Shapes: `[n, h]` to rows of h."""
@@ -117,7 +117,7 @@ class DroplessDispatch(Dispatch):
         return rows if self.places is None else self.places.inverse().apply(rows)
 
 
-class EvenDispatch(Dispatch):
+class CapacityDispatch(Dispatch):
     """Every rank sends as many rows to each expert."""
 
     def _by_expert(self, rows: torch.Tensor) -> torch.Tensor:
