@@ -77,7 +77,7 @@ class Experts(nn.Module):
         tokens, experts, weights, own = whole if self.are_split else hidden, routing.experts, routing.weights, slots
         if is_split and not self.are_split:
             experts, weights = self._own(experts, len(hidden)), self._own(weights, len(hidden))
-            own = None if slots is None else Slots(self._own(slots.places, len(hidden)), slots.capacity)
+            own = None if slots is None else Slots(self._own(slots.indices, len(hidden)), slots.capacity)
         dispatch = Dispatch.of(experts, self.count, self.ep, own)
         weights = dispatch.order.kept_weights(weights)
         sent = dispatch.start(tokens.flatten(0, 1))

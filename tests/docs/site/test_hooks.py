@@ -136,7 +136,7 @@ def test_a_message_is_found_in_pages_that_are_opened_as_files(site: Path, browse
     driver.get(f"file://{site}/concepts/ranks.html")  # type: ignore[attr-defined]
     driver.find_element("css selector", ".md-search__input").click()  # type: ignore[attr-defined]
     field = driver.find_element("css selector", "input.md-search__input")  # type: ignore[attr-defined]
-    field.send_keys("launcher of this rank ended before the rank was ready")
+    field.send_keys("launcher of this rank exited before the rank was ready")
     found: list[str] = []
     for _ in range(200):
         script = "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
