@@ -32,7 +32,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import EVENLY
-from megatron.parallel.shard_spec import place, shard_spec_of
+from megatron.parallel.shard_spec import annotate, shard_spec_of
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
@@ -204,7 +204,7 @@ def pack_weights(model: nn.Module) -> None:
         if owners[id(weight)] == 1:
             packed_weight = packed(weight)
             if packed_weight is not None:
-                module.weight = place(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
+                module.weight = annotate(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
         elif isinstance(module, OutputHead):
             _pack_shared(module, weight)
 

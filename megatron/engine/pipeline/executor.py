@@ -183,7 +183,7 @@ class _Execution:
         settings, like = self._losses.settings, batch.passed[0]
         rooms = [torch.empty(settings.hidden_shape(*batch.shape), dtype=settings.dtype, device=like.device)]
         if self._companion is not None and action.kind is Kind.RECEIVE_FORWARD:
-            rooms.append(self._companion.hidden_like(*batch.shape, like))
+            rooms.append(self._companion.empty_hidden(*batch.shape, like))
         place, peer, axis = (action.chunk, action.micro_batch), _peer(action), executor.axis_of(action.kind)
         self._arriving[action.kind, place] = [start_receive(room, axis, peer) for room in rooms]
 

@@ -173,7 +173,7 @@ class StepContext:
             return None
 
         def compute() -> torch.Tensor:
-            places = split.places(length * split.size, _on_host(self.segment_ids))
+            places = split.positions(length * split.size, _on_host(self.segment_ids))
             device = self.sample_ids.device
             return torch.from_numpy(places).to(device) if len(places) > 1 else _ranges(places[0], device)
 
@@ -312,7 +312,7 @@ class StepSettings:
         if self.restart_positions and segment_ids is not None:
             position_ids = restarted_positions(segment_ids)
             if self.split is not None:
-                places = self.split.places(segment_ids.shape[1], _on_host(segment_ids))
+                places = self.split.positions(segment_ids.shape[1], _on_host(segment_ids))
                 position_ids = position_ids.gather(
                     1, torch.from_numpy(places).to(segment_ids).expand(len(segment_ids), -1)
                 )

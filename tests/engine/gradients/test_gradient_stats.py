@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.engine.gradients.gradient_figures import NoiseEstimate
 from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_stats import NoiseEstimate
 from megatron.engine.tensor_parts import is_block_matrix
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.shard_spec import shard_spec_of

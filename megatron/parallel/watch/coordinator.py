@@ -1,7 +1,7 @@
-"""The rank that all others report to: it knows where each of them is, and decides when and why the run ends.
+"""The coordinator of a run: collects the positions of all ranks and decides when and why the run ends.
 
-There are two hubs, so that the end of the first is noticed by the second, which acts only where the first does not.
-Pure state: time is an argument, and sockets are only read and written when the thread says so.
+Two ranks run one; the second acts only if the first exits or does not act. Pure state: time is an argument, and sockets
+are read and written only when the thread calls.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.limits import PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
 from megatron.parallel.watch.peers import LOST, Peers
 from megatron.parallel.watch.position import END, Heartbeat
-from megatron.parallel.watch.verdict import Account, RunEnd, find_culprit, hang_verdict, lost_verdict, rank_ranges
+from megatron.parallel.watch.verdict import RankAccount, RunEnd, find_culprit, hang_verdict, lost_verdict, rank_ranges
 from megatron.parallel.watch.wire import MESSAGE_BYTES, Connection, MessageFields
 
-_FROM_RANK = re.compile(r"\Arank (\d+): ")  # as `run_on_all` says it
+_FROM_RANK = re.compile(r"\Arank (\d+): ")  # the prefix that `run_on_all` adds
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error with which a rank ends.
+    """The error with which a rank exits.
 
     Attributes:
-        is_ready: whether the rank has closed what it had open, so that it may be ended.
+        is_ready: the rank has closed its files and may be terminated.
     """
 
     code: int
@@ -36,28 +36,28 @@ class Failure:
     is_ready: bool = False
 
     def cause(self) -> str:
-        """The text without the ranks that it is said to come from."""
+        """The text without the prefix that names a rank."""
         return _FROM_RANK.sub("", self.text)
 
     def source(self, rank: int) -> int:
-        """The rank that it comes from, where `rank` reported it."""
+        """The rank in which the error occurred, if `rank` reported it."""
         named = _FROM_RANK.match(self.text)
         return rank if named is None else int(named[1])
 
 
 @dataclass
 class RankState:
-    """What a hub knows of a rank.
+    """A coordinator's view of a rank.
 
     Attributes:
-        connection: the way to it; None for the hub's own rank, and before a rank has connected.
-        has_left: it said that it ends as planned.
-        lost_at: when its connection ended without that.
-        report: whether it waits for others, and its stacks; None until it has answered.
+        connection: None for the coordinator's own rank, and before a rank has connected.
+        has_left: the rank announced a regular exit.
+        lost_at: when its connection closed without such an announcement.
+        report: whether it waits for other ranks, and its stacks; None until it has replied.
     """
 
     rank: int
-    heard_at: float
+    received_at: float
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     connection: Connection | None = None
     has_left: bool = False
@@ -71,13 +71,13 @@ class RankState:
         return not self.has_left and self.lost_at is None and self.failure is None
 
 
-class Hub:
-    """A hub's state.
+class Coordinator:
+    """The state of a coordinator.
 
     Args:
         rank: the rank it runs on.
-        first: the rank of the hub that acts before this one; None if this is the first.
-        processes: of all ranks.
+        first: the rank of the coordinator that acts before this one; None if this is the first.
+        processes: the processes of all ranks.
     """
 
     def __init__(
@@ -96,58 +96,58 @@ class Hub:
         self._processes = processes
         self.peers = Peers(token, len(processes), rank)
         self._limits = limits
-        self._asked_at: float | None = None
-        self._unheard: set[int] = set()
+        self._requested_at: float | None = None
+        self._unreported: set[int] = set()
         self._look_at = now
         self._first_cause_at: float | None = None
         self._pinged_at: float | None = None
-        self._questions: list[Callable[[int], None]] = []
+        self._requests: list[Callable[[int], None]] = []
 
-    def hear(self, connection: Connection, now: float) -> list[tuple[int, MessageFields]]:
-        """Reads and returns what has arrived; the caller forgets the connection if it is lost afterwards."""
-        heard = self.peers.hear(connection)
-        for rank, message in heard:
+    def receive(self, connection: Connection, now: float) -> list[tuple[int, MessageFields]]:
+        """Returns the messages that have arrived; the caller drops the connection if it is lost afterwards."""
+        received = self.peers.receive(connection)
+        for rank, message in received:
             try:
                 self._on_message(self.members[rank], connection, message, now)
             except ValueError:
                 connection.is_lost = True
         if connection.is_lost:
-            lost = self.peers.drop(connection)
+            lost = self.peers.remove(connection)
             if lost is not None:
                 self._on_lost(self.members[lost], now)
-                heard.append((lost, LOST))
-        return heard
+                received.append((lost, LOST))
+        return received
 
-    def note(self, heartbeat: Heartbeat, now: float) -> None:
-        """The position of the hub's own rank."""
+    def set_own_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
+        """Sets the position of the coordinator's own rank."""
         member = self.members[self.rank]
-        member.heartbeat, member.heard_at = heartbeat, now
+        member.heartbeat, member.received_at = heartbeat, now
 
-    def note_report(self, waits: bool, stacks: str) -> None:
+    def set_own_report(self, waits: bool, stacks: str) -> None:
         self._on_report(self.members[self.rank], waits, stacks)
 
-    def note_failure(self, failure: Failure, now: float) -> None:
+    def set_own_failure(self, failure: Failure, now: float) -> None:
         self._on_failure(self.members[self.rank], failure, now)
 
-    def say_goodbye(self) -> None:
-        """Tells all ranks that the hub's own rank ends as planned."""
+    def announce_exit(self) -> None:
+        """Announces to all ranks the regular exit of the coordinator's own rank."""
         self.members[self.rank].has_left = True
         self._send({"kind": "bye"})
 
-    def sleep(self, seconds: float) -> None:
-        """Leaves a time in which this process did not run out of all counts."""
+    def discount(self, seconds: float) -> None:
+        """Excludes a time in which this process was suspended from all measurements."""
         for member in self.members:
-            member.heard_at += seconds
+            member.received_at += seconds
 
-    def ask_for_life(self, answer: Callable[[int], None], now: float) -> None:
-        """Asks all ranks for a sign of life; `answer` is given the number of those that gave none."""
-        self._questions.append(answer)
+    def ping_all(self, answer: Callable[[int], None], now: float) -> None:
+        """Pings all ranks; `answer` is called with the number of ranks that did not reply."""
+        self._requests.append(answer)
         if self._pinged_at is None:
             self._pinged_at = now
             self._send({"kind": "ping"})
 
     def ranks(self, now: float) -> list[dict[str, Any]]:
-        """Where each rank was when it last sent a message, for people: reads only, so that any thread may call it."""
+        """The position of each rank in its last message, for display; only reads, so any thread may call it."""
         return [
             {
                 "rank": member.rank,
@@ -156,46 +156,46 @@ class Hub:
                 "step": member.heartbeat.step,
                 "idle_seconds": member.heartbeat.idle_seconds,
                 "pace": list(member.heartbeat.pace),
-                "heard_seconds": round(max(0.0, now - member.heard_at), 3),
+                "heard_seconds": round(max(0.0, now - member.received_at), 3),
             }
             for member in self.members
         ]
 
     @property
     def is_busy(self) -> bool:
-        """Whether it waits for something that is due within seconds."""
-        return self._asked_at is not None or bool(self._questions) or self._first_cause_at is not None
+        """True while a reply or a deadline is due within seconds."""
+        return self._requested_at is not None or bool(self._requests) or self._first_cause_at is not None
 
     @property
-    def wants_report(self) -> bool:
-        """Whether the stacks of the hub's own rank are missing."""
-        return self._asked_at is not None and self.rank in self._unheard
+    def report_requested(self) -> bool:
+        """True if the stacks of the coordinator's own rank are missing."""
+        return self._requested_at is not None and self.rank in self._unreported
 
     def tick(self, now: float) -> RunEnd | None:
-        """Looks at all ranks; returns why the run ends, if it does."""
+        """Checks all ranks; returns the end of the run if it must end."""
         self.is_urgent = False
         self.peers.close_unknown(now)
-        self._answer_questions(now)
+        self._complete_requests(now)
         if not self._acts(now):
             return None
         causes = [member for member in self.members if member.lost_at is not None or member.failure is not None]
         if causes:
             return self._judge_causes(causes, now)
-        if self._asked_at is None:
+        if self._requested_at is None:
             if now >= self._look_at and any(self._is_suspect(member, now) for member in self.members):
-                self._ask_for_stacks(now)
+                self._request_stacks(now)
             return None
         return self._judge_hang(now, self._limit()) if self._has_all_reports(now) else None
 
     def _acts(self, now: float) -> bool:
-        """Whether this hub decides: the first one, or the second where the first is gone or does not act."""
+        """True for the first coordinator, and for the second if the first is gone or does not act."""
         if self._first is None:
             return True
         first = self.members[self._first]
         if first.has_left or first.lost_at is not None:
             return True
-        if self._first_cause_at is not None:  # all were asked for a sign of life then
-            return first.heard_at < self._first_cause_at and self._oldest_cause(now) > WIND_DOWN_SECONDS
+        if self._first_cause_at is not None:  # all ranks were pinged then
+            return first.received_at < self._first_cause_at and self._oldest_cause(now) > WIND_DOWN_SECONDS
         return self._is_silent(first, now)
 
     def _oldest_cause(self, now: float) -> float:
@@ -205,7 +205,7 @@ class Hub:
     def _limit(self) -> float:
         if not self._limits.hang_seconds:
             return 0.0
-        # One rank that has finished a step shows that all have; what the others said of it may be older.
+        # One rank that has finished a step shows that all have; the heartbeats of the others may be older.
         starting = all(member.heartbeat.is_starting for member in self.members if member.is_present)
         return self._limits.start_seconds if starting else self._limits.hang_seconds
 
@@ -213,61 +213,65 @@ class Hub:
         limit = self._limit()
         if not limit or not member.is_present or member.heartbeat.phase == END:
             return False
-        return self._is_silent(member, now) or member.heartbeat.idle_seconds + now - member.heard_at >= limit
+        return self._is_silent(member, now) or member.heartbeat.idle_seconds + now - member.received_at >= limit
 
     def _is_silent(self, member: RankState, now: float) -> bool:
-        """Whether a rank gives no sign of life, which no work explains, however long start-up may take."""
+        # Heartbeats come from a thread of their own, so no work of the rank explains their absence.
         limit = self._limits.hang_seconds
-        return limit > 0 and now - member.heard_at >= limit
+        return limit > 0 and now - member.received_at >= limit
 
-    def _ask_for_stacks(self, now: float) -> None:
-        self._asked_at = now
-        self._unheard = {member.rank for member in self.members if member.is_present}
+    def _request_stacks(self, now: float) -> None:
+        self._requested_at = now
+        self._unreported = {member.rank for member in self.members if member.is_present}
         for member in self.members:
             member.report = None
         self._send({"kind": "report"})
 
     def _has_all_reports(self, now: float) -> bool:
-        return not self._unheard or (self._asked_at is not None and now - self._asked_at >= self._limits.answer_seconds)
+        return not self._unreported or (
+            self._requested_at is not None and now - self._requested_at >= self._limits.answer_seconds
+        )
 
     def _judge_hang(self, now: float, limit: float) -> RunEnd | None:
-        self._asked_at, self._look_at = None, now + max(self._limits.beat_seconds, limit / 10)
+        self._requested_at, self._look_at = None, now + max(self._limits.beat_seconds, limit / 10)
         watched = [member for member in self.members if member.is_present and member.heartbeat.phase != END]
         accounts = [self._account(member, now, limit) for member in watched]
         culprit = find_culprit(accounts, limit)
         return None if culprit is None else hang_verdict(culprit, accounts)
 
-    def _account(self, member: RankState, now: float, limit: float) -> Account:
-        silent_seconds = now - member.heard_at
+    def _account(self, member: RankState, now: float, limit: float) -> RankAccount:
+        silent_seconds = now - member.received_at
         least_seconds = max(min(limit, self._limits.hang_seconds) / 2, self._limits.answer_seconds)
         is_silent = member.report is None and silent_seconds >= least_seconds
         waits, stacks = member.report or (False, "")
         process = self._processes[member.rank]
-        return Account(member.rank, process, member.heartbeat, silent_seconds if is_silent else None, waits, stacks)
+        return RankAccount(member.rank, process, member.heartbeat, silent_seconds if is_silent else None, waits, stacks)
 
     def _judge_causes(self, causes: Sequence[RankState], now: float) -> RunEnd | None:
-        """The first error or loss, once all others have ended or had time to; errors that only say that another rank
-        is lost come last, and if there is nothing else, a rank that hangs may be the cause of them.
+        """Returns the first error or loss once all other ranks have exited or had time to.
+
+        Errors that only report the loss of another rank come last; if there are no others, a rank that hangs may be
+        their cause.
         """
-        if self._asked_at is not None and self._has_all_reports(now):
+        if self._requested_at is not None and self._has_all_reports(now):
             hang = self._judge_hang(now, max(self._limits.hang_seconds, 2 * self._limits.answer_seconds) / 2)
             return hang or self._verdict_on(self._earliest(causes))
         cause, waited_seconds = self._earliest(causes), self._oldest_cause(now)
         is_unclear = cause.failure is not None and cause.failure.code == ExitCode.REQUEUE
         present = any(member.is_present for member in self.members)
-        # Only the first rank has files of the run open, and it learns of another one's end where they communicate.
+        # Only rank 0 has files of the run open, and it notices the exit of another rank when they communicate.
         if (present if is_unclear else self.members[0].is_present) and waited_seconds < WIND_DOWN_SECONDS:
             return None
-        if waited_seconds < PING_SECONDS and self._mute():
-            return None  # all were asked for a sign of life
+        if waited_seconds < PING_SECONDS and self._silent_ranks():
+            return None  # the reply to the ping may still arrive
         is_lost = any(member.lost_at is not None and member.failure is None for member in causes)
         if waited_seconds < (WIND_DOWN_SECONDS if is_lost else self._limits.closing_seconds) and any(
             member.failure is not None and not member.failure.is_ready and member.lost_at is None for member in causes
         ):
             return None
         if present and is_unclear:
-            if self._asked_at is None:
-                self._ask_for_stacks(now)
+            if self._requested_at is None:
+                self._request_stacks(now)
             return None
         return self._verdict_on(cause)
 
@@ -280,18 +284,18 @@ class Hub:
         return min(causes, key=order)
 
     def _verdict_on(self, cause: RankState) -> RunEnd:
-        silent = self._mute()
+        silent = self._silent_ranks()
         if cause.failure is not None:
-            return RunEnd(cause.failure.code, cause.rank, cause.failure.text + self._who_has(cause.failure), silent)
+            return RunEnd(
+                cause.failure.code, cause.rank, cause.failure.text + self._affected_ranks(cause.failure), silent
+            )
         others = [member.heartbeat for member in self.members if member is not cause]
-        furthest = max(others, key=Heartbeat.place, default=cause.heartbeat)
+        furthest = max(others, key=Heartbeat.progress, default=cause.heartbeat)
         verdict = lost_verdict(cause.rank, self._processes[cause.rank], furthest)
         return RunEnd(verdict.code, verdict.rank, verdict.text, silent)
 
-    def _who_has(self, failure: Failure) -> str:
-        """A line that names the ranks that ended with an error if there are several; not of one that says that another
-        rank is lost.
-        """
+    def _affected_ranks(self, failure: Failure) -> str:
+        """A line that names the ranks with this error, if several have it and it is not the loss of another rank."""
         ranks = {
             member.failure.source(member.rank)
             for member in self.members
@@ -302,20 +306,20 @@ class Hub:
         who = f"All {len(ranks)} ranks" if len(ranks) == len(self.members) else f"Ranks {rank_ranges(sorted(ranks))}"
         return f"\n{who} ended with this error."
 
-    def _mute(self) -> tuple[int, ...]:
-        """The ranks that have given no sign of life since the run must end."""
+    def _silent_ranks(self) -> tuple[int, ...]:
+        """The ranks that have sent no message since the first error or loss."""
         since = self._first_cause_at or 0.0
         return tuple(
             member.rank
             for member in self.members
-            if member.is_present and member.rank != self.rank and member.heard_at < since
+            if member.is_present and member.rank != self.rank and member.received_at < since
         )
 
     def _on_message(self, member: RankState, connection: Connection, message: MessageFields, now: float) -> None:
         if member.rank == self.rank:
-            raise ValueError("this rank does not report to itself")
+            raise ValueError("a coordinator receives no message from its own rank")
         kind = message.kind
-        member.heard_at = now
+        member.received_at = now
         if kind == "hello":
             member.connection = connection
         elif kind == "lost":
@@ -331,14 +335,14 @@ class Hub:
         elif kind == "bye":
             member.has_left = True
         elif kind == "ask":
-            self.ask_for_life(lambda count: connection.send({"kind": "life", "silent": count, "to": member.rank}), now)
+            self.ping_all(lambda count: connection.send({"kind": "life", "silent": count, "to": member.rank}), now)
         else:
-            raise ValueError(f"an unknown kind of message: {kind}")
+            raise ValueError(f"unknown kind of message: {kind}")
 
     def _on_report(self, member: RankState, waits: bool, stacks: str) -> None:
         member.report = (waits, stacks)
-        self._unheard.discard(member.rank)
-        self.is_urgent = self.is_urgent or not self._unheard
+        self._unreported.discard(member.rank)
+        self.is_urgent = self.is_urgent or not self._unreported
 
     def _on_failure(self, member: RankState, failure: Failure, now: float) -> None:
         if member.failure is None:
@@ -352,13 +356,12 @@ class Hub:
             self._on_cause(now)
 
     def _on_cause(self, now: float) -> None:
-        """Notes that the run must end, and finds out who still answers."""
         self.is_urgent = True
         if self._first_cause_at is None:
-            self._first_cause_at = now
-            self.ask_for_life(lambda count: None, now)
+            self._first_cause_at = now  # the run must end: find out which ranks still reply
+            self.ping_all(lambda count: None, now)
 
-    def _answer_questions(self, now: float) -> None:
+    def _complete_requests(self, now: float) -> None:
         if self._pinged_at is None:
             return
         silent = [
@@ -366,19 +369,19 @@ class Hub:
             for member in self.members
             if not member.has_left
             and member.rank != self.rank
-            and (member.lost_at is not None or member.heard_at < self._pinged_at)
+            and (member.lost_at is not None or member.received_at < self._pinged_at)
         ]
         if silent and now - self._pinged_at < PING_SECONDS:
             return
-        for answer in self._questions:
+        for answer in self._requests:
             answer(len(silent))
-        self._questions, self._pinged_at = [], None
+        self._requests, self._pinged_at = [], None
 
     def _send(self, message: dict[str, object]) -> None:
         self.peers.send(message)
 
 
 def end_message(verdict: RunEnd) -> dict[str, object]:
-    """What tells a rank to end."""
+    """The message that terminates a rank."""
     message = {"code": verdict.code, "rank": verdict.rank, "silent": list(verdict.silent)[:1024]}
     return {"kind": "end", **message, "text": verdict.text[: MESSAGE_BYTES // 8]}

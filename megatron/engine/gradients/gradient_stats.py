@@ -76,7 +76,7 @@ class NoiseEstimate(NamedTuple):
         return cls(noise, signal)
 
 
-class GradientFigures:
+class GradientStats:
     """Measures the gradients of each step.
 
     Args:
