@@ -66,7 +66,7 @@ def latent_score_factor(model: Any) -> float:
     return yarn_magnitude(model.rope_scaling_factor, model.mscale_all_dim) ** 2
 
 
-def idle_latent_fields(model: Any) -> dict[str, str]:
+def unused_latent_fields(model: Any) -> dict[str, str]:
     """The fields of this section that change nothing, each with what they would need or what they do not go with."""
     if not model.multi_latent_attention:
         return dict.fromkeys((*_WIDTHS, *_FACTORS, "latent_layernorm_epsilon"), "--multi-latent-attention")

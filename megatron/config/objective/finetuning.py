@@ -18,7 +18,7 @@ class FinetuningConfig(ConfigSection):
         "how conversations are written as text: plain, chatml, llama, dsgpt2, or a file with a Jinja template; if "
         "unset, the tokenizer's own, or plain where it has none",
         resume=RUN_MUST_MATCH,
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     pack_examples: bool = flag(
         False, "fill each sample with several examples, which do not attend to each other", resume=RUN_MUST_MATCH

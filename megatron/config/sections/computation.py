@@ -130,7 +130,7 @@ OPERATIONS = (
 )
 AUTO, CSRC, TORCH = "auto", "csrc", "torch"
 IMPLEMENTATIONS = (AUTO, CSRC, TORCH)
-OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those inside of transformer blocks
+BLOCK_OPERATIONS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those inside of transformer blocks
 INDUCTOR = "inductor"
 
 # The operation that a switch of upstream's turns back to torch, by its field.
@@ -156,9 +156,8 @@ class KernelConfig(ConfigSection):
     )
     kernels: str = flag(
         AUTO,
-        f"implementation of the operations: {', '.join(IMPLEMENTATIONS)} (auto: the fastest one "
-        "measured, of those available), or of single ones, such as norm=csrc,softmax=torch; the operations are "
-        f"{', '.join(OPERATIONS)}",
+        f"implementation of the operations: {', '.join(IMPLEMENTATIONS)} (auto: the fastest one measured, of those "
+        f"available), or of single ones, such as norm=csrc,softmax=torch; the operations are {', '.join(OPERATIONS)}",
     )
     bias_dropout_fusion: bool = flag(
         True, "bias, dropout and residual in one operation; off: --kernels dropout_add=torch"
@@ -203,7 +202,7 @@ class KernelConfig(ConfigSection):
         """The implementation asked for, or `auto`, by operation."""
         wanted = dict.fromkeys(OPERATIONS, AUTO)
         if self.compile:
-            wanted |= dict.fromkeys(OF_BLOCKS, TORCH)
+            wanted |= dict.fromkeys(BLOCK_OPERATIONS, TORCH)
         for operation, implementation in self.parts:
             for name in (operation,) if operation else OPERATIONS:
                 if operation or implementation in (CSRC, TORCH):

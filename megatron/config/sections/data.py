@@ -90,7 +90,7 @@ class DataConfig(ConfigSection):
         None,
         "folder or hub name of a Hugging Face tokenizer, a SentencePiece .model, or the ids of NullTokenizer",
         spelled=("--tokenizer-model",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     data_impl: str = flag(
         "infer",
@@ -201,7 +201,7 @@ class TokenizerFileFlags(ConfigSection):
         None,
         "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
         spelled=("--tokenizer-model",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
 
 

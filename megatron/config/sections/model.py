@@ -10,7 +10,7 @@ from megatron.config.architecture.attention import AttentionFields
 from megatron.config.architecture.dropout import dropout_problems
 from megatron.config.architecture.encoder import EncoderFields
 from megatron.config.architecture.feed_forward import ExpertFields, FeedForwardFields
-from megatron.config.architecture.latent_attention import LatentAttentionFields, idle_latent_fields, yarn_magnitude
+from megatron.config.architecture.latent_attention import LatentAttentionFields, unused_latent_fields, yarn_magnitude
 from megatron.config.architecture.multi_token import MultiTokenFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import PositionFields
@@ -161,7 +161,7 @@ _SCALINGS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 )
 
 
-def idle_fields(model: ModelRequest) -> dict[str, str]:
+def unused_fields(model: ModelRequest) -> dict[str, str]:
     """The fields that change nothing in this network, each with what they would need, or "with" what is to blame."""
     names = [flag.field for flag in flags_of(ModelRequest)]
     idle: dict[str, str] = {}
@@ -196,4 +196,4 @@ def idle_fields(model: ModelRequest) -> dict[str, str]:
         idle["mtp_loss_scaling_factor"] = "--mtp-num-layers"
     if not model.activation_function.startswith("gelu"):
         idle["openai_gelu"] = "a GELU (--activation-function)"
-    return idle | idle_latent_fields(model)
+    return idle | unused_latent_fields(model)

@@ -33,7 +33,7 @@ def is_schedule_file(schedule: str | None) -> bool:
 
 
 @dataclass(frozen=True)
-class PipelineAbilities:
+class PipelineCapabilities:
     """What a pipeline engine can do.
 
     Attributes:
@@ -53,9 +53,9 @@ class PipelineAbilities:
 
 OWN, DEEPSPEED = "own", "deepspeed"
 DEFAULT_ENGINE = OWN
-ENGINES: Mapping[str, PipelineAbilities] = types.MappingProxyType(
+ENGINES: Mapping[str, PipelineCapabilities] = types.MappingProxyType(
     {
-        OWN: PipelineAbilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1, 2)),
-        DEEPSPEED: PipelineAbilities(schedules=("1f1b",), reads_files=False, zero_stages=(0, 1)),
+        OWN: PipelineCapabilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1, 2)),
+        DEEPSPEED: PipelineCapabilities(schedules=("1f1b",), reads_files=False, zero_stages=(0, 1)),
     }
 )

@@ -11,7 +11,7 @@ from megatron.config.flags.paths import PathUse, address_problems
 from megatron.config.flags.program import LOG_STYLES
 from megatron.config.flags.section import ConfigSection
 
-UPSTREAMS_STYLE = "megatron"
+MEGATRON_STYLE = "megatron"
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -39,7 +39,7 @@ class ReportConfig(ConfigSection):
     )
     log_path: str | None = flag(None, "folder that also gets the printed flags", path=PathUse.FOLDER)
     log_style: str = flag(
-        UPSTREAMS_STYLE,
+        MEGATRON_STYLE,
         f"how the lines of steps, evaluations and saves look: {' or '.join(LOG_STYLES)}, or a style of the program; "
         "files are the same",
     )

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import Machine, TokenizerFacts, check_resume, resolve
 from megatron.config.run_config import RunConfig
-from megatron.config.sections.model import idle_fields
+from megatron.config.sections.model import unused_fields
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -56,7 +56,7 @@ def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: 
 
 def test_a_field_with_effect_is_not_idle() -> None:
     config = resolved("--position-embedding-type rope --rope-scaling-type llama3 --num-experts 4 --qk-layernorm")
-    idle = idle_fields(config.model)
+    idle = unused_fields(config.model)
     assert not idle.keys() & {"rotary_base", "rope_low_freq_factor", "moe_router_topk", "qk_layernorm_scope"}
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rotary_base=9.0))
     with pytest.raises(ConfigError, match="--rotary-base is 9.0 and the checkpoint was saved with 10000.0"):
