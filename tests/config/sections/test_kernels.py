@@ -29,8 +29,8 @@ def test_what_is_requested(fields: dict[str, object], expected: dict[str, str]) 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is not an implementation. Use one of auto, csrc, torch"),
-        ({"kernels": "softmx=csrc"}, "there is no operation 'softmx'. Use softmax, norm"),
+        ({"kernels": "cuda"}, "--kernels cuda: unknown implementation 'cuda'. Use one of auto, csrc, torch"),
+        ({"kernels": "softmx=csrc"}, "unknown operation 'softmx'. Use one of softmax, norm"),
         ({"kernels": "norm=csrc,norm=torch"}, "names norm twice"),
         ({"kernels": "csrc,torch"}, "names all operations twice"),
     ],
