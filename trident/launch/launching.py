@@ -76,7 +76,7 @@ _PORT = 29500  # torch's own; shown by --dry-run, where no host is asked for a f
 
 # The programs whose command line is the trainer's, and what each of them decides itself.
 _TRAINERS: Mapping[str, Program] = MappingProxyType(
-    {"pretrain_gpt.py": NO_PROGRAM, "pretrain_prefix_lm.py": Program(decided={"loss.objective": "prefix"})}
+    {"pretrain_gpt.py": NO_PROGRAM, "pretrain_prefix_lm.py": Program(fixed={"loss.objective": "prefix"})}
 )
 
 

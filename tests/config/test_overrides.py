@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.config import ConfigSection, Machine, ParallelRequest, RunConfig, TokenizerFacts, flag, resolve
-from megatron.config.program_flags import laid_over, parse_over
+from megatron.config.program_flags import parse_over, with_overrides
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -29,7 +29,7 @@ def test_own_flags_are_separated_from_the_trainers() -> None:
     request = parse_over(
         ToolFlags, ["--load", "x", "--count", "3", "--seed", "7", "--sync-tp-duplicated-parameters"], "tool.py"
     )
-    assert request.own == ToolFlags(load="x", count=3)
+    assert request.flags == ToolFlags(load="x", count=3)
     assert request.given == {"random.seed": 7}
 
 
@@ -63,13 +63,13 @@ def test_a_shorthand_is_read_as_the_fields_it_stands_for() -> None:
 
 def test_fields_that_may_change_are_changed() -> None:
     given = {"random.seed": 7, "data.vocab_file": "moved.json", "precision.bf16": True, "optim.lr": 9.0}
-    found = laid_over(saved(), {**given, "parallel.make_vocab_size_divisible_by": 64, "parallel.zero_stage": 0})
+    found = with_overrides(saved(), {**given, "parallel.make_vocab_size_divisible_by": 64, "parallel.zero_stage": 0})
     assert (found.random.seed, found.data.vocab_file, found.precision.dtype_name) == (7, "moved.json", "bfloat16")
     assert found.parallel.make_vocab_size_divisible_by == 64
     assert (found.optim.lr, found.parallel.zero_stage) == (1e-3, 1), "how it was trained stays"
 
 
 def test_another_architecture_is_refused() -> None:
-    assert laid_over(saved(), {"model.hidden_size": 64}) == saved()
+    assert with_overrides(saved(), {"model.hidden_size": 64}) == saved()
     with pytest.raises(ConfigError, match="--hidden-size 32 is given, but the checkpoint holds a network with 64"):
-        laid_over(saved(), {"model.hidden_size": 32})
+        with_overrides(saved(), {"model.hidden_size": 32})

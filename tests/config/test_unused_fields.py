@@ -9,7 +9,7 @@ import pytest
 
 from megatron.config import Machine, TokenizerFacts, check_resume, resolve
 from megatron.config.run_config import RunConfig
-from megatron.config.sections.model import idle_fields
+from megatron.config.sections.model import unused_fields
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -21,8 +21,8 @@ def resolved(text: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("--rotary-base 5e5", "--rotary-base 500000.0 has no effect without rotary positions"),
-        ("--position-embedding-type alibi --rotary-percent 0.5", "--rotary-percent 0.5 has no effect without rotary"),
+        ("--rotary-base 5e5", "--rotary-base 500000.0 has no effect without RoPE"),
+        ("--position-embedding-type alibi --rotary-percent 0.5", "--rotary-percent 0.5 has no effect without RoPE"),
         (
             "--position-embedding-type rope --rope-beta-fast 4",
             "--rope-beta-fast 4.0 .* without --rope-scaling-type yarn",
@@ -36,13 +36,13 @@ def resolved(text: str) -> RunConfig:
         ),
         (
             "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-keep-scores",
-            "--moe-router-keep-scores has no effect without several experts",
+            "--moe-router-keep-scores has no effect without --moe-router-topk above 1",
         ),
         (
             "--multi-latent-attention --position-embedding-type rope --kv-channels 7",
             "--kv-channels 7 .* with --multi-l",
         ),
-        ("--openai-gelu --swiglu", "--openai-gelu has no effect without a GELU"),
+        ("--openai-gelu --swiglu", "--openai-gelu has no effect without --activation-function gelu"),
     ],
 )
 def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: str, sentence: str) -> None:
@@ -54,10 +54,10 @@ def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: 
     check_resume(plain.to_json(), config)
 
 
-def test_a_field_with_effect_is_not_idle() -> None:
+def test_a_field_with_effect_is_not_unused() -> None:
     config = resolved("--position-embedding-type rope --rope-scaling-type llama3 --num-experts 4 --qk-layernorm")
-    idle = idle_fields(config.model)
-    assert not idle.keys() & {"rotary_base", "rope_low_freq_factor", "moe_router_topk", "qk_layernorm_scope"}
+    unused = unused_fields(config.model)
+    assert not unused.keys() & {"rotary_base", "rope_low_freq_factor", "moe_router_topk", "qk_layernorm_scope"}
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rotary_base=9.0))
     with pytest.raises(ConfigError, match="--rotary-base is 9.0 and the checkpoint was saved with 10000.0"):
         check_resume(config.to_json(), other)
