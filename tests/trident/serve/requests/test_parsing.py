@@ -8,52 +8,54 @@ from typing import Any
 import pytest
 
 from megatron.inference.sampling import Sampling
-from trident.serve.requests import asks
-from trident.serve.requests.asks import Ask
+from trident.serve.requests import parsing
 from trident.serve.requests.json_fields import JsonFields
 from trident.serve.requests.limits import ServerLimits
+from trident.serve.requests.parsing import GenerationRequest
 from trident.serve.requests.refusals import Refusal
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 
 LIMITS = ServerLimits(sequences=6, stop_texts=2, stop_letters=4)
 
 
 def test_the_requests_of_an_ask_cover_every_choice_of_every_prompt() -> None:
-    ask = Ask(((1, 2), (3,)), ("", ""), 2, (5, 6), Sampling(seed=9), (), frozenset([7]), top_logprobs=3)
-    requests = ask.requests("cmpl-x")
+    request = GenerationRequest(
+        ((1, 2), (3,)), ("", ""), 2, (5, 6), Sampling(seed=9), (), frozenset([7]), top_logprobs=3
+    )
+    requests = request.requests("cmpl-x")
     assert [request.id for request in requests] == [f"cmpl-x/{place}" for place in range(4)]
     assert [request.prompt for request in requests] == [(1, 2), (1, 2), (3,), (3,)]
     assert [request.max_new_tokens for request in requests] == [5, 5, 6, 6]
     assert [request.sample for request in requests] == [0, 1, 2, 3]
     assert {(request.top_logprobs, request.stop_ids) for request in requests} == {(3, frozenset([7]))}
-    assert ask.prompt_tokens == 3 and ask.sequences == 4
+    assert request.prompt_tokens == 3 and request.sequences == 4
 
 
-def test_another_model_is_not_found(served: Served) -> None:
-    asks.check_model(JsonFields({}), served)
-    asks.check_model(JsonFields({"model": "tiny"}), served)
+def test_another_model_is_not_found(served: ServedModel) -> None:
+    parsing.check_model(JsonFields({}), served)
+    parsing.check_model(JsonFields({"model": "tiny"}), served)
     with pytest.raises(Refusal, match="'gpt-4' is not served here, only 'tiny' is") as caught:
-        asks.check_model(JsonFields({"model": "gpt-4"}), served)
+        parsing.check_model(JsonFields({"model": "gpt-4"}), served)
     assert (caught.value.status, caught.value.code) == (404, "model_not_found")
 
 
-def test_sampling_has_the_names_of_openai_and_ours(served: Served) -> None:
+def test_sampling_has_the_names_of_openai_and_ours(served: ServedModel) -> None:
     given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 3, "logit_bias": {"4": -100}}
     given |= {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": -0.3, "typical_p": 0.95}
-    found = asks.read_sampling(JsonFields(given), served)
+    found = parsing.read_sampling(JsonFields(given), served)
     assert found == Sampling(**{**given, "logit_bias": ((4, -100.0),)})
 
 
-def test_top_p_0_takes_the_most_probable_token_as_with_openai(served: Served) -> None:
+def test_top_p_0_takes_the_most_probable_token_as_with_openai(served: ServedModel) -> None:
     for zero in (0, 0.0):
-        found = asks.read_sampling(JsonFields({"top_p": zero, "temperature": 1.5}), served)
+        found = parsing.read_sampling(JsonFields({"top_p": zero, "temperature": 1.5}), served)
         assert found.is_greedy and not Sampling(top_p=0.0).is_greedy
-    assert not asks.read_sampling(JsonFields({"top_p": 0.001}), served).is_greedy
-    assert not asks.read_sampling(JsonFields({}), served).is_greedy
+    assert not parsing.read_sampling(JsonFields({"top_p": 0.001}), served).is_greedy
+    assert not parsing.read_sampling(JsonFields({}), served).is_greedy
 
 
-def test_without_a_seed_every_request_has_its_own(served: Served) -> None:
-    seeds = {asks.read_sampling(JsonFields({}), served).seed for _ in range(20)}
+def test_without_a_seed_every_request_has_its_own(served: ServedModel) -> None:
+    seeds = {parsing.read_sampling(JsonFields({}), served).seed for _ in range(20)}
     assert len(seeds) == 20
 
 
@@ -76,51 +78,54 @@ def test_without_a_seed_every_request_has_its_own(served: Served) -> None:
         ({"logit_bias": {"600": 1}}, "'logit_bias' has token 600, but the last one is 599", "logit_bias"),
     ],
 )
-def test_wrong_sampling_is_refused(served: Served, values: dict[str, Any], says: str, parameter: str) -> None:
+def test_wrong_sampling_is_refused(served: ServedModel, values: dict[str, Any], says: str, parameter: str) -> None:
     with pytest.raises(Refusal, match=says) as caught:
-        asks.read_sampling(JsonFields(values), served)
+        parsing.read_sampling(JsonFields(values), served)
     assert (caught.value.status, caught.value.parameter) == (400, parameter)
 
 
 def test_stop_is_a_text_or_several() -> None:
-    assert asks.read_stop(JsonFields({}), LIMITS) == ()
-    assert asks.read_stop(JsonFields({"stop": "ab"}), LIMITS) == ("ab",)
-    assert asks.read_stop(JsonFields({"stop": ["a", "b"]}), LIMITS) == ("a", "b")
+    assert parsing.read_stop(JsonFields({}), LIMITS) == ()
+    assert parsing.read_stop(JsonFields({"stop": "ab"}), LIMITS) == ("ab",)
+    assert parsing.read_stop(JsonFields({"stop": ["a", "b"]}), LIMITS) == ("a", "b")
     for value, says in (("", "0 letters"), ("abcde", "5 letters"), (["a"] * 3, "3 entries"), ([1], "must be a text")):
         with pytest.raises(Refusal, match=says):
-            asks.read_stop(JsonFields({"stop": value}), LIMITS)
+            parsing.read_stop(JsonFields({"stop": value}), LIMITS)
 
 
 def test_streaming_and_its_options() -> None:
-    assert asks.read_streaming(JsonFields({})) == (False, False)
-    assert asks.read_streaming(JsonFields({"stream": True, "stream_options": {"include_usage": True}})) == (True, True)
+    assert parsing.read_streaming(JsonFields({})) == (False, False)
+    assert parsing.read_streaming(JsonFields({"stream": True, "stream_options": {"include_usage": True}})) == (
+        True,
+        True,
+    )
     for values, says in (
         ({"stream_options": {"include_usage": True}}, "is only for requests with stream true"),
         ({"stream": True, "stream_options": 3}, "must be an object"),
         ({"stream": True, "stream_options": {"x": 1}}, r"'stream_options\.x' is not a field"),
     ):
         with pytest.raises(Refusal, match=says):
-            asks.read_streaming(JsonFields(values))
+            parsing.read_streaming(JsonFields(values))
 
 
 def test_choices_are_counted_over_all_prompts() -> None:
-    assert asks.read_choices(JsonFields({"n": 2}), 3, LIMITS) == 2
+    assert parsing.read_choices(JsonFields({"n": 2}), 3, LIMITS) == 2
     with pytest.raises(Refusal, match="'n' is 2 for each of 4 prompts, but one request may have 6 answers"):
-        asks.read_choices(JsonFields({"n": 2}), 4, LIMITS)
+        parsing.read_choices(JsonFields({"n": 2}), 4, LIMITS)
     with pytest.raises(Refusal, match="'n' is 7, but must be from 1 to 6"):
-        asks.read_choices(JsonFields({"n": 7}), 1, LIMITS)
+        parsing.read_choices(JsonFields({"n": 7}), 1, LIMITS)
 
 
 def test_what_says_nothing_about_the_answer_is_accepted() -> None:
     fields = JsonFields({"user": "me", "metadata": {}, "store": False, "service_tier": "auto"})
-    asks.refuse_rest(fields, {})
+    parsing.refuse_rest(fields, {})
     fields.finish()
     with pytest.raises(Refusal, match="'store' is not supported here: nothing is stored"):
-        asks.refuse_rest(JsonFields({"store": True}), {})
+        parsing.refuse_rest(JsonFields({"store": True}), {})
 
 
 def test_prompts_of_tokens_must_be_of_the_vocabulary() -> None:
-    assert asks.token_list([0, 599], "prompt", 600) == (0, 599)
+    assert parsing.token_list([0, 599], "prompt", 600) == (0, 599)
     for value, says in (([], "that is not empty"), ("a", "list of token ids"), ([600], "holds 600"), ([True], "True")):
         with pytest.raises(Refusal, match=says):
-            asks.token_list(value, "prompt", 600)
+            parsing.token_list(value, "prompt", 600)

@@ -1,4 +1,4 @@
-"""What a request for text asks for, and the fields that requests for completions and for chat have in common."""
+"""A request for text, and reading the fields that completion and chat requests have in common."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.inference.sampling import Sampling
 from trident.serve.requests.json_fields import JsonFields, checked_text, refuse_field
 from trident.serve.requests.limits import ServerLimits
 from trident.serve.requests.refusals import Refusal, invalid
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "frequency_penalty",
@@ -26,24 +26,24 @@ _UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "store": ("nothing is stored", (False,)),
     "service_tier": ("there is one tier", ("auto", "default")),
 }
-# By their definition these say nothing about the answer.
+# By definition these do not affect the answer.
 _WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """Texts to generate.
 
     Args:
-        prompts: tokens of each.
-        echoes: texts to put before the answers to the prompts, which are the prompts, or nothing.
-        choices: answers to each prompt.
-        new_tokens: of each prompt's answers.
+        prompts: the tokens of each prompt.
+        echoes: for each prompt, the text to put before its answers: the prompt, or nothing.
+        choices: number of answers to each prompt.
+        new_tokens: for each prompt, the most tokens of an answer.
         stop_texts: end an answer and are not part of it.
-        top_logprobs: alternatives shown with each token; None shows no log-probabilities at all.
-        scores_prompts: whether the tokens of the prompts are shown with theirs, too.
-        streams: whether the answer is sent as it is generated.
-        with_usage: whether a stream ends with the number of tokens.
+        top_logprobs: number of alternatives listed with each token; None for no log-probabilities.
+        scores_prompts: list the prompts' tokens with their log-probabilities, too.
+        streams: send the answer as it is generated.
+        with_usage: end a stream with the numbers of tokens.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -67,27 +67,27 @@ class Ask:
         return len(self.prompts) * self.choices
 
     def requests(self, name: str) -> list[Request]:
-        """What the engine is asked for: the choices of the first prompt, then of the second, and so on."""
+        """The engine's requests: the choices of the first prompt, then of the second, and so on."""
         return [
             Request(
-                id=f"{name}/{place}",
-                prompt=self.prompts[place // self.choices],
-                max_new_tokens=self.new_tokens[place // self.choices],
+                id=f"{name}/{index}",
+                prompt=self.prompts[index // self.choices],
+                max_new_tokens=self.new_tokens[index // self.choices],
                 sampling=self.sampling,
-                sample=place,
+                sample=index,
                 stop_ids=self.stop_ids,
                 top_logprobs=self.top_logprobs or 0,
                 scores_prompt=self.scores_prompts,
             )
-            for place in range(self.sequences)
+            for index in range(self.sequences)
         ]
 
 
-def check_model(fields: JsonFields, served: Served) -> None:
-    """Checks that a request is for the model that is served; one that names none is.
+def check_model(fields: JsonFields, served: ServedModel) -> None:
+    """Checks that a request names the served model, or none.
 
     Raises:
-        Refusal: it is for another.
+        Refusal: it names another model.
     """
     name = fields.text("model")
     if name is not None and name != served.name:
@@ -97,13 +97,13 @@ def check_model(fields: JsonFields, served: Served) -> None:
 
 
 def read_generation(
-    fields: JsonFields, served: Served, limits: ServerLimits, prompts: int, stop_texts: tuple[str, ...] = ()
+    fields: JsonFields, served: ServedModel, limits: ServerLimits, prompts: int, stop_texts: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The fields of an `Ask` that requests for completions and for chat name alike.
+    """Reads the fields of a `GenerationRequest` that completion and chat requests share.
 
     Args:
-        prompts: how many there are.
-        stop_texts: that end an answer anyway.
+        prompts: number of prompts.
+        stop_texts: stop texts besides those of the request.
 
     Raises:
         Refusal: a value has the wrong type or is out of bounds.
@@ -120,10 +120,10 @@ def read_generation(
 
 
 def refuse_rest(fields: JsonFields, unsupported: Mapping[str, tuple[str, tuple[Any, ...]]]) -> None:
-    """Refuses what this server never does, and the fields that nothing has read.
+    """Refuses unsupported and unread fields.
 
     Args:
-        unsupported: why a field is not supported, and the values that ask for what happens anyway.
+        unsupported: by field, the reason why it is unsupported, and the values that are accepted.
     """
     for name, (reason, harmless) in {**unsupported, **_UNSUPPORTED}.items():
         fields.unsupported(name, reason, harmless=harmless)
@@ -131,31 +131,31 @@ def refuse_rest(fields: JsonFields, unsupported: Mapping[str, tuple[str, tuple[A
     fields.finish()
 
 
-def token_list(value: Any, place: str, vocab_size: int) -> tuple[int, ...]:
-    """A prompt as token ids.
+def token_list(value: Any, path: str, vocab_size: int) -> tuple[int, ...]:
+    """Reads a prompt given as token ids.
 
     Raises:
-        Refusal: it is not a list of ids of the vocabulary.
+        Refusal: not a list of ids of the vocabulary.
     """
     if not isinstance(value, list) or not value:
-        raise refuse_field(place, "must be a text, or a list of token ids that is not empty")
+        raise refuse_field(path, "must be a text, or a list of token ids that is not empty")
     for token in value:
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise refuse_field(place, f"holds {printable(token, 60)}, but a token id is from 0 to {vocab_size - 1}")
+            raise refuse_field(path, f"holds {printable(token, 60)}, but a token id is from 0 to {vocab_size - 1}")
     return tuple(value)
 
 
 def lengths(
-    served: Served, prompts: Sequence[tuple[int, ...]], asked: int | None, limits: ServerLimits
+    served: ServedModel, prompts: Sequence[tuple[int, ...]], requested: int | None, limits: ServerLimits
 ) -> tuple[int, ...]:
     """The most tokens of an answer to each prompt."""
-    return tuple(served.new_tokens(len(prompt), asked, limits.new_tokens) for prompt in prompts)
+    return tuple(served.new_tokens(len(prompt), requested, limits.new_tokens) for prompt in prompts)
 
 
-def read_sampling(fields: JsonFields, served: Served) -> Sampling:
-    """How tokens are chosen; without a seed, by a fresh one.
+def read_sampling(fields: JsonFields, served: ServedModel) -> Sampling:
+    """Reads the sampling settings; a request without a seed gets a fresh one.
 
-    As with OpenAI, `top_p` 0 keeps nothing but the most probable token (for `Sampling` it keeps all).
+    As with OpenAI, `top_p` 0 means greedy decoding (for `Sampling` it disables the filter).
 
     Raises:
         Refusal: a value has the wrong type or is out of bounds.
@@ -196,7 +196,7 @@ def read_stop(fields: JsonFields, limits: ServerLimits) -> tuple[str, ...]:
 
 
 def read_streaming(fields: JsonFields) -> tuple[bool, bool]:
-    """Whether the answer is streamed, and whether its usage is."""
+    """Reads `streams` and `with_usage` of a `GenerationRequest`."""
     streams = fields.flag("stream")
     options = fields.value("stream_options")
     if options is None:
@@ -213,8 +213,8 @@ def read_streaming(fields: JsonFields) -> tuple[bool, bool]:
 
 
 def read_choices(fields: JsonFields, prompts: int, limits: ServerLimits) -> int:
-    """How many answers each prompt gets."""
-    count = int(fields.whole("n", 1, 1, limits.sequences))
+    """Reads the number of answers to each prompt."""
+    count = int(fields.integer("n", 1, 1, limits.sequences))
     if count * prompts > limits.sequences:
         raise fields.refuse(
             "n", f"is {count} for each of {prompts} prompts, but one request may have {limits.sequences} answers"

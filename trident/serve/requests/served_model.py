@@ -1,4 +1,4 @@
-"""The model that a server offers, as far as reading requests and writing answers need it."""
+"""The served model, as far as reading requests and writing answers need it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from trident.serve.requests.refusals import invalid
 
 
 @dataclass(frozen=True)
-class Served:
-    """A model under the name by which clients ask for it.
+class ServedModel:
+    """A model under the name that clients use.
 
     Args:
-        template: how a conversation becomes a prompt.
-        is_chat: whether the model was trained on, or its tokenizer comes with, that template.
-        positions: tokens of prompt and answer together.
-        vocab_size: tokens that may be generated.
-        eod_id: ends an answer; None if the tokenizer has no such token.
+        template: renders a conversation as a prompt.
+        is_chat: True if the model was trained on the template, or its tokenizer comes with it.
+        positions: most tokens of prompt and answer together.
+        vocab_size: number of tokens that may be generated.
+        eod_id: the token that ends an answer; None if the tokenizer has none.
         created_at: seconds since 1970.
         fingerprint: changes with the checkpoint.
     """
@@ -53,7 +53,7 @@ class Served:
         """The tokens of a text, see `encode_prompt`.
 
         Raises:
-            Refusal: the text is empty and there is no token that documents begin after.
+            Refusal: the text is empty, and the tokenizer has no token that starts a document.
         """
         tokens = encode_prompt(self.tokenizer, text)
         if not tokens:
@@ -64,7 +64,7 @@ class Served:
         """The tokens of a conversation up to where the answer begins.
 
         Raises:
-            Refusal: the template has no place for such a conversation.
+            Refusal: the template cannot express the conversation.
         """
         try:
             return tuple(self.template.prompt_ids(messages, self.tokenizer))
@@ -72,9 +72,9 @@ class Served:
             raise invalid(str(failure), "messages") from failure
 
     def token_text(self, token: int) -> str:
-        """The text of one token; a part of a character is written as OpenAI does, `bytes:\\xe2\\x80`.
+        """The text of one token; an incomplete character is written in OpenAI's notation, `bytes:\\xe2\\x80`.
 
-        Where the tokenizer does not give the bytes, it shows as U+FFFD.
+        If the tokenizer does not give the bytes, it is shown as U+FFFD.
         """
         text = self.tokenizer.decode([token])
         token_bytes = self.token_bytes(token)
@@ -83,49 +83,51 @@ class Served:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of one token; None where the tokenizer does not give them."""
+        """The UTF-8 bytes of one token; None if the tokenizer does not give them."""
         return self.tokenizer.token_bytes(token)
 
-    def new_tokens(self, prompt_tokens: int, asked: int | None, most: int | None) -> int:
-        """How many tokens an answer may have.
+    def new_tokens(self, prompt_tokens: int, requested: int | None, limit: int | None) -> int:
+        """The most tokens of an answer.
 
         Args:
-            asked: by the client; None asks for as many as there is room for.
-            most: that the server allows.
+            requested: number requested by the client; None for as many as fit.
+            limit: the server's limit.
 
         Raises:
-            Refusal: the prompt leaves no room for what was asked, or the server does not allow it.
+            Refusal: the prompt leaves too few positions, or the request exceeds the limit.
         """
         room = self.positions - prompt_tokens
-        if room < (1 if asked is None else asked):
-            wanted = "" if asked is None else f" and {asked} were requested"
+        if room < (1 if requested is None else requested):
+            answer = "" if requested is None else f" and {requested} were requested"
             raise invalid(
-                f"The prompt has {prompt_tokens} tokens{wanted}, but this model has {self.positions} positions for "
-                "both together. Shorten the prompt" + (" or ask for fewer tokens." if asked else "."),
-                "messages" if asked is None else "max_tokens",
+                f"The prompt has {prompt_tokens} tokens{answer}, but this model has {self.positions} positions for "
+                "both together. Shorten the prompt" + (" or request fewer tokens." if requested else "."),
+                "messages" if requested is None else "max_tokens",
                 "context_length_exceeded",
             )
-        if asked is not None and most is not None and asked > most:
-            raise invalid(f"{asked} tokens were requested, and this server generates at most {most}.", "max_tokens")
-        return min(room, room if asked is None else asked, room if most is None else most)
+        if requested is not None and limit is not None and requested > limit:
+            raise invalid(
+                f"{requested} tokens were requested, and this server generates at most {limit}.", "max_tokens"
+            )
+        return min(number for number in (room, requested, limit) if number is not None)
 
 
-def served_model(loaded: LoadedModel, name: str | None = None, chat_template: str | None = None) -> Served:
+def build_served_model(loaded: LoadedModel, name: str | None = None, chat_template: str | None = None) -> ServedModel:
     """Describes a loaded checkpoint.
 
     Args:
-        name: by which clients ask for it; by default the name of the folder of checkpoints.
+        name: the name for clients; by default that of the checkpoint folder.
         chat_template: see `load_chat_template`; by default the one that the checkpoint was fine-tuned with, else the
             tokenizer's, else plain.
 
     Raises:
-        ConfigError: there is no such template, or the tokenizer lacks its special tokens.
+        ConfigError: an unknown template, or special tokens that the tokenizer lacks.
     """
     data = loaded.config.data
     template = load_chat_template(chat_template or loaded.config.finetuning.chat_template, tokenizer_folder(data))
     template.check_tokenizer(loaded.tokenizer)
     identity = f"{loaded.path.resolve()} {loaded.step} {loaded.tokenizer.fingerprint} {template.fingerprint}"
-    return Served(
+    return ServedModel(
         name=name or model_name(loaded.path),
         tokenizer=loaded.tokenizer,
         template=template,
@@ -139,7 +141,7 @@ def served_model(loaded: LoadedModel, name: str | None = None, chat_template: st
 
 
 def model_name(checkpoint: Path) -> str:
-    """The name of the folder in which a run saved its checkpoints, or of what was trained if that says nothing.
+    """The name of the checkpoint folder; if that is `checkpoints`, of the run's folder without `-training`.
 
     `train_on_text.py my_text.txt` saves in my_text-training/checkpoints: the model is called my_text.
     """
