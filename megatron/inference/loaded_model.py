@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import Found, folder_of_step, load_newest, newest_record
+from megatron.checkpoint import LoadedCheckpoint, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
 from megatron.config.program_flags import with_overrides
@@ -164,7 +164,9 @@ def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> torch.dtype:
     return dtype
 
 
-def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
+def load_weights(
+    model: LayerStack, directory: Path, mesh: ParallelMesh, known: LoadedCheckpoint | None = None
+) -> LoadedCheckpoint:
     """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh. Says so on
     standard error: standard output is for the program's results.
 

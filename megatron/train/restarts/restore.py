@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest_record
-from megatron.checkpoint.keeping.node_copies import Nodes, collect
+from megatron.checkpoint import LoadedCheckpoint, find, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
 from megatron.checkpoint.record import Progress, Record
 from megatron.checkpoint.recovery import only_of_run
+from megatron.checkpoint.retention.node_copies import Nodes, collect
 from megatron.checkpoint.storage import DISK
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
 from megatron.config.flags.paths import is_address
@@ -61,7 +61,7 @@ class SavedRun:
     """
 
     record: Record
-    found: Found
+    found: LoadedCheckpoint
     folder_run_id: str = ""
     secondary: Path | None = None
 
@@ -164,7 +164,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
     return None
 
 
-def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: ParallelMesh) -> Found | None:
+def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: ParallelMesh) -> LoadedCheckpoint | None:
     """The newest checkpoint of a folder, after what only the nodes' copies hold has been put there; collective."""
     check = only_of_run(folder_run_id, source)
     newest, damage = None, None

@@ -108,7 +108,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "layout",
         "manifests",
         ".",
-        "keeping",
+        "retention",
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import SaveOptions, load_newest, save
-from megatron.checkpoint.keeping import node_copies
-from megatron.checkpoint.keeping.node_copies import Nodes, collect, copy_to_nodes
 from megatron.checkpoint.manifest import file_name
+from megatron.checkpoint.retention import node_copies
+from megatron.checkpoint.retention.node_copies import Nodes, collect, copy_to_nodes
 from megatron.config import ParallelRequest
 from megatron.errors import StorageError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from tests.checkpoint.keeping.checkpoints import Unsynced, hidden, steps
 from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state, whole_sink
+from tests.checkpoint.retention.checkpoints import Unsynced, hidden, steps
 from tests.helpers.ranks import run_ranks
 
 OF_RANKS = (0, 0, 1, 2)

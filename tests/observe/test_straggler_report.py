@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.observe.slowest_rank import PHASES, REPORTS_TO_NAME, PaceComparison
+from megatron.observe.straggler_report import PHASES, REPORTS_TO_NAME, RankTimings
 
 
 def paces(steps: int, *milliseconds: tuple[int, int]) -> dict[int, tuple[int, int, int]]:
@@ -11,7 +11,7 @@ def paces(steps: int, *milliseconds: tuple[int, int]) -> dict[int, tuple[int, in
 
 
 def test_the_slowest_rank_is_compared_with_the_median_since_the_last_report() -> None:
-    comparison = PaceComparison(lambda rank: 0)
+    comparison = RankTimings(lambda rank: 0)
     slowest = comparison.report(paces(100, (1, 50), (1, 52), (1, 51), (1, 90)))
     assert slowest is not None
     assert (slowest.rank, slowest.ranks, slowest.phase) == (3, 4, PHASES[1])
@@ -25,7 +25,7 @@ def test_the_slowest_rank_is_compared_with_the_median_since_the_last_report() ->
 
 
 def test_a_rank_is_a_straggler_after_three_reports_in_a_row() -> None:
-    comparison, named = PaceComparison(lambda rank: 0), []
+    comparison, named = RankTimings(lambda rank: 0), []
     milliseconds = 0
     for report in range(1, 7):
         milliseconds += 100 * (50 if report == 4 else 80)
@@ -37,8 +37,8 @@ def test_a_rank_is_a_straggler_after_three_reports_in_a_row() -> None:
 
 
 def test_ranks_with_other_work_are_not_compared_and_silent_ones_left_out() -> None:
-    comparison = PaceComparison(lambda rank: rank // 2)
+    comparison = RankTimings(lambda rank: rank // 2)
     slowest = comparison.report(paces(10, (0, 50), (0, 51), (0, 90), (0, 94)))
     assert slowest is not None and (slowest.rank, slowest.median_seconds) == (3, 0.092)
     assert comparison.report(paces(10, (0, 50), (0, 51), (0, 90), (0, 94))) is None, "nobody has made a step"
-    assert PaceComparison(lambda rank: rank).report(paces(10, (0, 50), (0, 90))) is None, "no two with the same work"
+    assert RankTimings(lambda rank: rank).report(paces(10, (0, 50), (0, 90))) is None, "no two with the same work"

@@ -12,7 +12,7 @@ from megatron.checkpoint import read_record, verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import ExitCode, LaunchError
-from megatron.train.callbacks import keeping
+from megatron.train.callbacks import retention
 from tests.checkpoint.made.saved_state import MESH, save_state
 from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
@@ -89,8 +89,8 @@ def test_tools_leave_a_copy_alone_that_is_being_made(
     """They would remove its temporary folder, as that of a save that died."""
     source, copies, storage = save_state(tmp_path / "run", 4), tmp_path / "copies", StoppedStorage()
     save_state(copies, 2)
-    monkeypatch.setattr(keeping, "DISK", storage)
-    made = keeping.Keeping(SavingConfig(save_secondary=str(copies)), lambda: None)
+    monkeypatch.setattr(retention, "DISK", storage)
+    made = retention.Retention(SavingConfig(save_secondary=str(copies)), lambda: None)
     copying = threading.Thread(target=made.after_save, args=(source, MESH))
     copying.start()
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.parallel.watch.limits import WatchLimits
-from megatron.train.callbacks import slowest_rank
+from megatron.train.callbacks import straggler_detection
 from megatron.train.watchdog import Watch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
@@ -20,7 +20,7 @@ def run_with_a_slow_rank(rank: int, corpus: TinyCorpus, folder: str) -> None:
     """A run of which rank 1 needs longer for each step, with a report every third step."""
     import pretrain_gpt
 
-    slowest_rank.INTERVAL_STEPS = 3
+    straggler_detection.INTERVAL_STEPS = 3
     WatchLimits.beat_seconds = property(lambda limits: 0.3)  # type: ignore[assignment]
     real = Watch.trained
 

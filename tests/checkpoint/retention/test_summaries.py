@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import manifest
-from megatron.checkpoint.keeping.summaries import ManifestSummaries, other_files, steps_in
+from megatron.checkpoint.retention.summaries import ManifestSummaries, other_files, steps_in
 from megatron.checkpoint.storage import Storage
 from megatron.errors import DamagedError, StorageError
-from tests.checkpoint.keeping.checkpoints import RUN, save_step
 from tests.checkpoint.made.saved_state import save_state
+from tests.checkpoint.retention.checkpoints import RUN, save_step
 
 
 def test_a_manifest_is_parsed_once_and_sizes_are_looked_at_each_time(

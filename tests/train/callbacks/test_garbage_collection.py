@@ -6,7 +6,7 @@ import gc
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.train.callbacks.collecting import CollectingGarbage
+from megatron.train.callbacks.garbage_collection import GarbageCollection
 
 
 def setup_with(interval_steps: int) -> Any:
@@ -17,7 +17,7 @@ def test_garbage_is_collected_at_chosen_steps_only() -> None:
     collected: list[int] = []
     run: Any = SimpleNamespace(progress=SimpleNamespace(step=0))
     watching = lambda phase, info: collected.append(run.progress.step) if phase == "start" else None  # noqa: E731
-    callback = CollectingGarbage.of(setup_with(4))
+    callback = GarbageCollection.of(setup_with(4))
     assert callback is not None
     before = gc.get_threshold()
     callback.opened(run)
@@ -38,4 +38,4 @@ def test_garbage_is_collected_at_chosen_steps_only() -> None:
 
 
 def test_without_an_interval_python_decides() -> None:
-    assert CollectingGarbage.of(setup_with(0)) is None
+    assert GarbageCollection.of(setup_with(0)) is None

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megatron import log
 from megatron.checkpoint import CheckpointLock, read_record
-from megatron.checkpoint.keeping.copying import copy_checkpoint
-from megatron.checkpoint.keeping.node_copies import Nodes, copy_to_nodes
-from megatron.checkpoint.keeping.retention import KeepRules, Retention
 from megatron.checkpoint.publish import link_checkpoint
 from megatron.checkpoint.record import Progress, Record
+from megatron.checkpoint.retention.copying import copy_checkpoint
+from megatron.checkpoint.retention.node_copies import Nodes, copy_to_nodes
+from megatron.checkpoint.retention.pruning import Pruner, RetentionRules
 from megatron.checkpoint.storage import DISK
 from megatron.config import SavingConfig
 from megatron.config.flags.paths import is_address
@@ -22,7 +22,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.train.callback import Callback, CallbackSetup
 
 
-class Keeping(Callback):
+class Retention(Callback):
     """Links, copies and deletes checkpoints as the flags of a run say.
 
     Nothing that fails here harms the checkpoint that was saved: it is a warning.
@@ -33,8 +33,8 @@ class Keeping(Callback):
 
     def __init__(self, saving: SavingConfig, beat: Callable[[], None]) -> None:
         self._secondary = None if saving.save_secondary is None else Path(saving.save_secondary)
-        self._retention: Retention | None = None
-        self._secondary_retention: Retention | None = None
+        self._retention: Pruner | None = None
+        self._secondary_retention: Pruner | None = None
         self._nodes: Nodes | None = None
         self._saving = saving
         self._storage = DISK
@@ -46,10 +46,10 @@ class Keeping(Callback):
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
         """Counts the step that the run continues from among those that were saved."""
-        rules, resumed_step = KeepRules.of(self._saving), None if record is None else progress.step
+        rules, resumed_step = RetentionRules.of(self._saving), None if record is None else progress.step
         if rules is not None:
-            self._retention = Retention(rules, self._storage, resumed_step)
-            self._secondary_retention = Retention(rules, self._storage, resumed_step)
+            self._retention = Pruner(rules, self._storage, resumed_step)
+            self._secondary_retention = Pruner(rules, self._storage, resumed_step)
 
     def after_save(self, path: Path, mesh: ParallelMesh) -> None:
         """Handles the checkpoint that was just committed; collective over `mesh.control`."""

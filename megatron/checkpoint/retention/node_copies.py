@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint.keeping.copying import CopyInProgress
-from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import file_name, folder_name, read_manifest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import discard, open_temporary, remove_checkpoint
+from megatron.checkpoint.retention.copying import CopyInProgress
+from megatron.checkpoint.retention.summaries import steps_in
 from megatron.checkpoint.storage import DISK, Storage, opened
 from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.agreement import run_on_all, run_on_first

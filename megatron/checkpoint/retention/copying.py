@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron import log
-from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import (
     MANIFEST_NAME,
     folder_name,
@@ -21,6 +20,7 @@ from megatron.checkpoint.manifests.reading import read_index
 from megatron.checkpoint.manifests.texts import read_whole
 from megatron.checkpoint.publish import discard, open_temporary, publish, sweep, temporary_folder, write_hint
 from megatron.checkpoint.reader import check_files, verified_chunks
+from megatron.checkpoint.retention.summaries import steps_in
 from megatron.checkpoint.storage import DISK, Storage, append, cannot_write, write_file, writing
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.agreement import run_on_all, run_on_first

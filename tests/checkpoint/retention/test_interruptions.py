@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import find, verify
-from megatron.checkpoint.keeping.copying import copy_checkpoint
-from megatron.checkpoint.keeping.retention import KeepRules, Retention
 from megatron.checkpoint.publish import remove_checkpoint
+from megatron.checkpoint.retention.copying import copy_checkpoint
+from megatron.checkpoint.retention.pruning import Pruner, RetentionRules
 from megatron.checkpoint.storage import Storage
 from megatron.errors import StorageError
-from tests.checkpoint.keeping.checkpoints import (
+from tests.checkpoint.retention.checkpoints import (
     MESH,
     Death,
     MortalStorage,
@@ -67,7 +67,7 @@ def test_a_save_that_dies_with_its_deletions_loses_nothing(tmp_path: Path) -> No
         save_step(tmp_path / "start", step)
 
     def work(folder: Path, storage: Storage) -> None:
-        retention = Retention(KeepRules(1), storage)
+        retention = Pruner(RetentionRules(1), storage)
         save_step(folder, 3, storage=storage, after_commit=lambda path, mesh: retention.apply(path) and None)
 
     folders = at_every_operation(tmp_path / "start", tmp_path, work)
@@ -77,7 +77,7 @@ def test_a_save_that_dies_with_its_deletions_loses_nothing(tmp_path: Path) -> No
     for folder, seed in zip(folders, seeds, strict=True):
         assert all_are_whole(folder)
         assert seed == 3 or steps(folder) == [1, 2]  # nothing goes before the new one is there
-        Retention(KeepRules(1), Storage()).apply(save_step(folder, 4))
+        Pruner(RetentionRules(1), Storage()).apply(save_step(folder, 4))
         assert steps(folder) == [4] and not hidden(folder)
 
 
@@ -131,7 +131,7 @@ def test_a_refusal_at_any_operation_of_a_deletion_is_harmless(tmp_path: Path) ->
         folder = tmp_path / f"refused{place}"
         save_step(folder, 1)
         newest = save_step(folder, 2)
-        Retention(KeepRules(1), MortalStorage(place, dies=False)).apply(newest)
+        Pruner(RetentionRules(1), MortalStorage(place, dies=False)).apply(newest)
         assert loaded_seed(folder) == 2 and all_are_whole(folder)
-        Retention(KeepRules(1), Storage()).apply(save_step(folder, 3))
+        Pruner(RetentionRules(1), Storage()).apply(save_step(folder, 3))
         assert steps(folder) == [3] and not hidden(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron import log
-from megatron.observe.slowest_rank import REPORTS_TO_NAME, PaceComparison
+from megatron.observe.straggler_report import REPORTS_TO_NAME, RankTimings
 from megatron.train.callback import Callback, CallbackSetup
 from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
@@ -11,7 +11,7 @@ from megatron.train.steps import TrainedStep
 INTERVAL_STEPS = 100
 
 
-class SlowestRankReports(Callback):
+class StragglerDetection(Callback):
     """Says of each step how long this rank needed for it; rank 0 compares.
 
     What the ranks say goes over the connections of the watch, with its signs of life: no rank waits for another. What a
@@ -21,7 +21,7 @@ class SlowestRankReports(Callback):
     def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
         self._before: TrainedStep | None = None
-        self._comparison: PaceComparison | None = None
+        self._comparison: RankTimings | None = None
         self._named = -1
 
     @classmethod
@@ -31,7 +31,7 @@ class SlowestRankReports(Callback):
     def opened(self, run: Run) -> None:
         stage_ranks = run.mesh.world.size // run.mesh.pp.size
         if run.mesh.world.rank == 0:
-            self._comparison = PaceComparison(lambda rank: rank // stage_ranks)
+            self._comparison = RankTimings(lambda rank: rank // stage_ranks)
 
     def after_step(self, run: Run, step: TrainedStep) -> None:
         before, self._before = self._before, step
@@ -42,7 +42,7 @@ class SlowestRankReports(Callback):
         if self._comparison is not None and step.progress.step % INTERVAL_STEPS == 0:
             self._report(step.progress.step, self._comparison)
 
-    def _report(self, step: int, comparison: PaceComparison) -> None:
+    def _report(self, step: int, comparison: RankTimings) -> None:
         watch = self._setup.watch
         slowest = comparison.report({entry["rank"]: entry["pace"] for entry in watch.ranks() if "pace" in entry})
         if slowest is None:

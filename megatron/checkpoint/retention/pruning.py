@@ -1,7 +1,7 @@
-"""Which checkpoints of a folder are kept; the others are deleted, after a newer one is committed and never before.
+"""Deletes old checkpoints, only after a newer one is committed.
 
-What is not certainly a checkpoint of this run is left alone: folders of other programs and runs, links, checkpoints
-that are damaged, and checkpoints into which other files were put.
+Anything that may not be a checkpoint of this run is left alone: folders of other programs and runs, links, damaged
+checkpoints, and checkpoints that contain other files.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import final
 
 from megatron import log
-from megatron.checkpoint.keeping.summaries import ManifestSummaries, ManifestSummary, other_files, steps_in
 from megatron.checkpoint.publish import remove_checkpoint, remove_dead_links
 from megatron.checkpoint.reader import verify
+from megatron.checkpoint.retention.summaries import ManifestSummaries, ManifestSummary, other_files, steps_in
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
 from megatron.errors import CheckpointError, DamagedError, StorageError
 
 
 @dataclass(frozen=True)
-class KeepRules:
-    """Which checkpoints of a run are not deleted.
+class RetentionRules:
+    """The checkpoints of a run to keep.
 
     Attributes:
-        last: this many of the newest.
-        every: those whose step is a multiple of this; None for no such.
-        best: the one with the lowest validation loss, the newest of equal ones.
+        last: number of newest checkpoints.
+        every: keep each checkpoint whose step is a multiple of this; None to disable.
+        best: keep the one with the lowest validation loss; of equal ones, the newest.
     """
 
     last: int
@@ -36,23 +36,22 @@ class KeepRules:
     best: bool = False
 
     @classmethod
-    def of(cls, saving: SavingConfig) -> KeepRules | None:
-        """The rules that the flags ask for; None if nothing is to be deleted."""
+    def of(cls, saving: SavingConfig) -> RetentionRules | None:
+        """The rules set by the flags; None if nothing is to be deleted."""
         return None if saving.keep_last is None else cls(saving.keep_last, saving.keep_every, saving.keep_best)
 
     def keep_step(self, step: int) -> bool:
-        """Whether a checkpoint is kept for its step alone."""
         return self.every is not None and step % self.every == 0
 
-    def superfluous(
+    def expired(
         self, checkpoints: Sequence[ManifestSummary], counts: Callable[[ManifestSummary], bool]
     ) -> list[ManifestSummary]:
-        """The checkpoints that need not be kept.
+        """The checkpoints to delete.
 
         Args:
             checkpoints: newest first.
-            counts: whether a checkpoint makes older ones dispensable: one that does not may be deleted itself, but is
-                no reason to delete another.
+            counts: true for a checkpoint that can replace older ones; any other may be deleted itself, but does not
+                cause another to be deleted.
         """
         good = [summary for summary in checkpoints if counts(summary)]
         kept = {summary.step for summary in good[: self.last]}
@@ -65,15 +64,15 @@ class KeepRules:
 
 
 @final
-class Retention:
-    """Deletes what a folder need not keep; for one process, the first of a run or a tool.
+class Pruner:
+    """Deletes expired checkpoints of a folder; used by one process, rank 0 or a tool.
 
     Args:
-        resumed_step: the step the run continued from. Newer checkpoints were there already and were passed over when
-            it was loaded, so they do not count until the run has saved those steps itself.
+        resumed_step: the step the run resumed from. Newer checkpoints were skipped when it was loaded, so they do not
+            count until the run has saved those steps itself.
     """
 
-    def __init__(self, rules: KeepRules, storage: Storage, resumed_step: int | None = None) -> None:
+    def __init__(self, rules: RetentionRules, storage: Storage, resumed_step: int | None = None) -> None:
         self._rules = rules
         self._storage = storage
         self._resumed_step = resumed_step
@@ -82,26 +81,23 @@ class Retention:
         self._warned: set[str] = set()
 
     def apply(self, newest: Path) -> list[Path]:
-        """Deletes what is not kept besides the checkpoint that was just committed, and returns what is gone.
-
-        A failure is a warning.
-        """
+        """Deletes what expired when `newest` was committed and returns the deleted folders; a failure is a warning."""
         try:
             summary = self._summaries.of(newest)
             self._saved_steps.add(summary.step)
-            doomed = self.plan(summary)
+            expired = self.plan(summary)
         except (CheckpointError, StorageError, OSError) as failure:
-            log.warning(f"no checkpoint in {newest.parent} is deleted now, because it cannot be examined: {failure}")
+            log.warning(f"no checkpoint in {newest.parent} is deleted now: {failure}")
             return []
-        gone = [summary.path for summary in doomed if self._remove(summary)]
-        if gone:
+        deleted = [summary.path for summary in expired if self._remove(summary)]
+        if deleted:
             with contextlib.suppress(OSError):  # the next save sweeps, too
                 remove_dead_links(newest.parent, self._storage)
-            log.info(f"deleted {', '.join(path.name for path in gone)} in {newest.parent}, which need not be kept")
-        return gone
+            log.info(f"deleted expired checkpoints in {newest.parent}: {', '.join(path.name for path in deleted)}")
+        return deleted
 
     def plan(self, newest: ManifestSummary) -> list[ManifestSummary]:
-        """What would be deleted, newest first; checkpoints of later steps belong to another past and are left alone.
+        """The checkpoints to delete, newest first.
 
         Raises:
             OSError: the directory cannot be listed.
@@ -110,23 +106,23 @@ class Retention:
         counted = 1
         for step, path in steps_in(newest.path.parent, self._storage).items():
             is_kept = counted >= self._rules.last and self._rules.keep_step(step) and not self._rules.best
-            if step >= newest.step or is_kept:
+            if step >= newest.step or is_kept:  # later steps are from before the run went back to an older one
                 continue
             summary = self._look(path, newest.run_id)
             if summary is not None:
                 checkpoints.append(summary)
                 counted += self._counts(summary)
         self._warn_without_losses(checkpoints)
-        return [summary for summary in self._rules.superfluous(checkpoints, self._counts) if self._may_remove(summary)]
+        return [summary for summary in self._rules.expired(checkpoints, self._counts) if self._may_remove(summary)]
 
     def newest_in(self, directory: Path, run_id: str) -> ManifestSummary:
-        """The newest checkpoint of a folder that is whole: every byte is compared, since others are deleted for it.
+        """The newest complete checkpoint of a folder. Verifies every byte, since older checkpoints are deleted for it.
 
         Args:
-            run_id: the run that the folder belongs to; empty if it names none.
+            run_id: the run that the folder belongs to; empty if unknown.
 
         Raises:
-            CheckpointError: no checkpoint there is whole.
+            CheckpointError: no checkpoint there is complete.
             StorageError: the folder or a file cannot be read.
         """
         try:
@@ -142,26 +138,26 @@ class Retention:
             try:
                 verify(path, self._storage)
             except DamagedError as damage:
-                self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {damage}")
+                self._warn_once(f"{path} does not count towards --keep-last and is not deleted: {damage}")
                 continue
             return summary
         raise CheckpointError(
-            f"no checkpoint in {directory} is whole and of its run, so none is deleted. tools/checkpoints.py list and "
-            "verify say what is wrong."
+            f"no complete checkpoint of this run in {directory}, so none is deleted. To find the cause: "
+            "tools/checkpoints.py list, tools/checkpoints.py verify."
         )
 
     def _counts(self, summary: ManifestSummary) -> bool:
         return self._resumed_step is None or summary.step <= self._resumed_step or summary.step in self._saved_steps
 
     def _look(self, path: Path, run_id: str) -> ManifestSummary | None:
-        """A checkpoint of the same run that is good; None for anything else."""
+        """A valid checkpoint of the same run; None for anything else."""
         try:
             summary = self._summaries.of(path)
         except (CheckpointError, StorageError) as failure:
-            self._warn_once(f"{path} does not count as a checkpoint to keep and is not deleted: {failure}")
+            self._warn_once(f"{path} does not count towards --keep-last and is not deleted: {failure}")
             return None
-        if summary.run_id != run_id:  # an imported model names no run
-            self._warn_once(f"{path} is of another run ({summary.run_id or 'it names none'}) and is not deleted")
+        if summary.run_id != run_id:  # empty for an imported model
+            self._warn_once(f"{path} belongs to another run ({summary.run_id or 'no run id'}) and is not deleted")
             return None
         return summary
 
@@ -169,7 +165,7 @@ class Retention:
         others = other_files(summary, self._storage)
         if others:
             self._warn_once(
-                f"{summary.path} holds files that are not part of it ({', '.join(others[:3])}): not deleted"
+                f"{summary.path} is not deleted: it contains files that are not part of it ({', '.join(others[:3])})"
             )
         return not others
 
@@ -177,7 +173,7 @@ class Retention:
         try:
             remove_checkpoint(summary.path, self._storage)
         except OSError as failure:
-            log.warning(f"could not delete {summary.path}: {failure}. It is tried again after the next save.")
+            log.warning(f"could not delete {summary.path}: {failure}. Deletion is retried after the next save.")
             return False
         self._summaries.forget(summary.path)
         return True
@@ -185,8 +181,8 @@ class Retention:
     def _warn_without_losses(self, checkpoints: Sequence[ManifestSummary]) -> None:
         if self._rules.best and all(summary.validation_loss is None for summary in checkpoints):
             self._warn_once(
-                f"--keep-best keeps no checkpoint in {checkpoints[0].path.parent}: none has a validation loss. It is "
-                "that of an evaluation at the step that is saved; let --save-interval be a multiple of --eval-interval."
+                f"--keep-best keeps no checkpoint in {checkpoints[0].path.parent}: none has a validation loss, which "
+                "an evaluation at the saved step provides. Make --save-interval a multiple of --eval-interval."
             )
 
     def _warn_once(self, text: str) -> None:

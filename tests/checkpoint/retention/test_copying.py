@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import SaveOptions, save, verify
-from megatron.checkpoint.keeping.copying import copy_checkpoint
+from megatron.checkpoint.retention.copying import copy_checkpoint
 from megatron.checkpoint.storage import DISK, Storage
 from megatron.config import ParallelRequest
 from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.joining import open_mesh
-from tests.checkpoint.keeping.checkpoints import MESH, hidden, loaded_seed, save_step, steps
 from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state
+from tests.checkpoint.retention.checkpoints import MESH, hidden, loaded_seed, save_step, steps
 from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.ranks import run_ranks
 

@@ -9,7 +9,7 @@ from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
 
 
-class CollectingGarbage(Callback):
+class GarbageCollection(Callback):
     """Collects every so many steps and after an evaluation, and never in between.
 
     The collector would otherwise stop one rank in one step and another in the next, while the others wait for it. The

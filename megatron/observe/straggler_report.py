@@ -19,7 +19,7 @@ _STRAGGLER_RATIO = 1.1
 
 
 @dataclass(frozen=True)
-class SlowestRank:
+class StragglerReport:
     """One report.
 
     Attributes:
@@ -46,7 +46,7 @@ class SlowestRank:
 
 
 @final
-class PaceComparison:
+class RankTimings:
     """Compares the ranks at each report with the report before.
 
     Args:
@@ -60,7 +60,7 @@ class PaceComparison:
         self._reports = 0
         self._row = (-1, 0)  # a rank, and in how many reports in a row it was far behind
 
-    def report(self, paces: Mapping[int, Sequence[int]]) -> SlowestRank | None:
+    def report(self, paces: Mapping[int, Sequence[int]]) -> StragglerReport | None:
         """The slowest rank since the report before; None if too few ranks have said anything since.
 
         Args:
@@ -90,7 +90,7 @@ class PaceComparison:
         self._times[rank] += 1
         is_far = behind >= (_STRAGGLER_RATIO - 1) * whole and behind > 0
         self._row = (rank, (self._row[1] if self._row[0] == rank else 0) + 1) if is_far else (-1, 0)
-        return SlowestRank(
+        return StragglerReport(
             rank,
             len(seconds),
             name,
