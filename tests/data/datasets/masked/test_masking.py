@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies
 
 from megatron.config import MaskingConfig
-from megatron.data.datasets.masked.hiding import hide_phrases, hide_tokens, sample_numbers
+from megatron.data.datasets.masked.masking import mask_spans, mask_tokens, sample_numbers
 from tests.data.datasets.masked.corpora import CLS, FIRST_WORD, MASK, PAD, SEP, VOCABULARY, WORDS, continues
 
 TEXTS = strategies.lists(
@@ -20,7 +20,7 @@ SEEDS = strategies.integers(0, 2**32 - 1)
 @given(TEXTS, strategies.sampled_from([0.05, 0.15, 0.5, 0.95]), strategies.integers(1, 5), SEEDS)
 def test_what_is_hidden(vocabulary, text, share, ngrams, seed):
     rules = MaskingConfig(mask_prob=share, masking_ngrams=ngrams)
-    shown, hidden = hide_phrases(text, len(text), rules, vocabulary, np.random.RandomState(seed))
+    shown, hidden = mask_spans(text, len(text), rules, vocabulary, np.random.RandomState(seed))
     assert hidden == sorted(set(hidden)) and len(hidden) <= max(1, round(share * len(text)))
     assert not {CLS, SEP} & set(text[hidden].tolist())
     kept = np.delete(np.arange(len(text)), hidden)
@@ -45,7 +45,7 @@ def test_shares_of_what_is_shown(vocabulary, text, seed):
         ({"random_replace_prob": 0.0, "unmask_replace_prob": 1.0}, lambda hidden: text[hidden]),
     ):
         rules = MaskingConfig(mask_prob=0.5, whole_word_masking=False, **given_shares)
-        shown, hidden = hide_phrases(text, len(text), rules, vocabulary, np.random.RandomState(seed))
+        shown, hidden = mask_spans(text, len(text), rules, vocabulary, np.random.RandomState(seed))
         assert shown[hidden].tolist() == expected(hidden).tolist()
 
 
@@ -54,7 +54,7 @@ def test_the_shares_of_upstream(vocabulary):
     text = np.array([CLS, *random.randint(FIRST_WORD, FIRST_WORD + WORDS, 509), SEP])
     counts = {"hidden": 0, "mask": 0, "same": 0}
     for seed in range(60):
-        shown, hidden = hide_phrases(text, len(text), rules, vocabulary, np.random.RandomState(seed))
+        shown, hidden = mask_spans(text, len(text), rules, vocabulary, np.random.RandomState(seed))
         counts["hidden"] += len(hidden)
         counts["mask"] += int((shown[hidden] == MASK).sum())
         counts["same"] += int((shown[hidden] == text[hidden]).sum())
@@ -75,7 +75,7 @@ def test_the_shares_over_ten_thousand_batches_of_eight(vocabulary):
     may_hide = (text != CLS) & (text != SEP)
     hidden_tokens = randomly = kept = 0
     for batch in range(BATCHES):
-        shown, hidden = hide_tokens(text, may_hide, len(text), RULES, vocabulary, sample_numbers(7, batch, len(text)))
+        shown, hidden = mask_tokens(text, may_hide, len(text), RULES, vocabulary, sample_numbers(7, batch, len(text)))
         is_kept = hidden & (shown == text)
         hidden_tokens += int(hidden.sum())
         kept += int(is_kept.sum())
@@ -102,11 +102,11 @@ def test_special_tokens_are_neither_hidden_nor_shown(vocabulary, ids, share, who
         masked_samples="stream", mask_prob=share, whole_word_masking=whole_words, random_replace_prob=0.7
     )
     numbers = sample_numbers(seed, sample, len(text))
-    shown, hidden = hide_tokens(text, may_hide, len(text), rules, vocabulary, numbers)
+    shown, hidden = mask_tokens(text, may_hide, len(text), rules, vocabulary, numbers)
     special = {PAD, CLS, SEP, MASK, VOCABULARY - 2, VOCABULARY - 1}
     assert not special & set(text[hidden].tolist()) and not hidden[~may_hide].any()
     assert (shown == text)[~hidden].all() and not (special - {MASK}) & set(shown[hidden].tolist())
-    again, _ = hide_tokens(text, may_hide, len(text), rules, vocabulary, sample_numbers(seed, sample, len(text)))
+    again, _ = mask_tokens(text, may_hide, len(text), rules, vocabulary, sample_numbers(seed, sample, len(text)))
     assert again.tolist() == shown.tolist()
     if whole_words:
         for place in range(1, len(text)):
@@ -122,7 +122,7 @@ def test_special_tokens_are_neither_hidden_nor_shown(vocabulary, ids, share, who
 def test_no_more_than_the_most_are_hidden(vocabulary):
     text = np.full(50, FIRST_WORD)
     rules = MaskingConfig(masked_samples="stream", mask_prob=0.99, random_replace_prob=0.0, unmask_replace_prob=0.0)
-    shown, hidden = hide_tokens(text, np.ones(50, bool), 7, rules, vocabulary, sample_numbers(1, 1, 50))
+    shown, hidden = mask_tokens(text, np.ones(50, bool), 7, rules, vocabulary, sample_numbers(1, 1, 50))
     assert hidden.sum() == 7 and (shown == MASK).sum() == 7
 
 
