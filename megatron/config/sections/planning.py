@@ -1,4 +1,4 @@
-"""Looking at a run before it starts: a plan of its layouts, or a rehearsal of all its ranks."""
+"""Inspecting a run before it starts: a plan of its layouts, or a dry run of all its ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.config.flags.section import ConfigSection
 
 @dataclass(frozen=True)
 class PlanningConfig(ConfigSection):
-    """What is planned or rehearsed in place of training, and for which machines."""
+    """Plans and dry runs in place of training, and the machines they are for."""
 
     plan_only: bool = flag(
         False, "train nothing: show memory, time and messages of this layout, and the layouts that are faster"
