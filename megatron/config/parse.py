@@ -85,7 +85,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "safety": "hangs, bad steps and restarts",
         "report": "log lines, run folder, TensorBoard and Weights & Biases",
         "watching": "progress bar, utilization and profiles",
-        "planning": "plans and rehearsals in place of training",
+        "planning": "plans and dry runs in place of training",
     }
 )
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."

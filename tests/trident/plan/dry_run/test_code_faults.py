@@ -1,4 +1,4 @@
-"""Faults in the code that some ranks run, each of which a rehearsal names with its rank."""
+"""Faults in the code that some ranks run: a dry run names each with its rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.checkpoint import saving
 from megatron.engine.gradients.gradient_sum import GradientsInPlace
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import Axis
-from tests.trident.plan.rehearsal.networks import EXPERTS, TP2_PP2, rehearsed
+from tests.trident.plan.dry_run.networks import EXPERTS, TP2_PP2, dry_run_of
 
 Send = Callable[..., object]
 
@@ -122,5 +122,5 @@ def test_a_fault_in_the_code_of_some_ranks_is_named(
 ) -> None:
     sends = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *given, **named: fault(sends, *given, **named))
-    problems = list(rehearsed((*flags, "--num-layers", "2"), size).problems())
+    problems = list(dry_run_of((*flags, "--num-layers", "2"), size).problems())
     assert any(re.match(sentence, each) for each in problems), problems[:3]

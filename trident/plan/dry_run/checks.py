@@ -6,8 +6,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from trident.plan.rehearsal.programs import ProgramEntry, Programs, RankProgram, moved
-from trident.plan.rehearsal.recording import RECEIVE, SEND, RankMessage, shown_ranks
+from trident.plan.dry_run.programs import ProgramEntry, Programs, RankProgram, moved
+from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage, shown_ranks
 
 _Group = tuple[int, ...]
 _Step = tuple[str, str, str]  # kind, size, and what it is part of

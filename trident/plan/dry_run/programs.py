@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from trident.plan.rehearsal.recording import RankMessage
+from trident.plan.dry_run.recording import RankMessage
 
 
 class ProgramEntry(NamedTuple):
@@ -111,7 +111,7 @@ class Programs:
         }
         return sum((share.pieces() for share in shares.values()), Counter())
 
-    def with_odd(self, *programs: RankProgram) -> Programs:
+    def with_deviating(self, *programs: RankProgram) -> Programs:
         """The same, but for those of these ranks that do something else than their class."""
         unlike = {each.rank: each for each in programs if each != self.of(each.rank)}
         return replace(self, odd={**self.odd, **unlike})

@@ -19,13 +19,13 @@ from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.schedule_files import schedule_text
 from pretrain_gpt import train
 from tests.helpers.tiny_run import write_tiny_corpus
-from tests.trident.plan.rehearsal.networks import EXPERTS, NETWORK, TP2_PP2, rehearsed
-from trident.plan.command_line import checked_rehearsal
-from trident.plan.rehearsal import rehearsing
-from trident.plan.rehearsal.programs import ProgramEntry, RankProgram
-from trident.plan.rehearsal.recording import RankMessage
-from trident.plan.rehearsal.rehearsing import Rehearsal, rehearsal_lines
-from trident.plan.rehearsal.shares import Pieces
+from tests.trident.plan.dry_run.networks import EXPERTS, NETWORK, TP2_PP2, dry_run_of
+from trident.plan.command_line import checked_dry_run
+from trident.plan.dry_run import simulation
+from trident.plan.dry_run.programs import ProgramEntry, RankProgram
+from trident.plan.dry_run.recording import RankMessage
+from trident.plan.dry_run.shares import Pieces
+from trident.plan.dry_run.simulation import DryRun, dry_run_lines
 
 ROOT = Path(__file__).resolve().parents[4]
 LATENT = (
@@ -61,12 +61,12 @@ LAYOUTS = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("flags", "size"), LAYOUTS.values(), ids=LAYOUTS)
 def test_the_programs_of_all_ranks_fit_each_other(flags: tuple[str, ...], size: int) -> None:
-    rehearsal = rehearsed(flags, size)
-    assert list(rehearsal.problems()) == []
-    assert len(rehearsal.programs) == (3 if "--rampup-batch-size" in flags else 1)
-    sizes, experts = requested_axes(rehearsal.config.parallel, size), requested_experts(rehearsal.config.parallel)
+    dry_run = dry_run_of(flags, size)
+    assert list(dry_run.problems()) == []
+    assert len(dry_run.programs) == (3 if "--rampup-batch-size" in flags else 1)
+    sizes, experts = requested_axes(dry_run.config.parallel, size), requested_experts(dry_run.config.parallel)
     for rank in range(size):
-        program, mesh = rehearsal.programs[0].of(rank), ParallelMesh.at(sizes, rank, experts=experts)
+        program, mesh = dry_run.programs[0].of(rank), ParallelMesh.at(sizes, rank, experts=experts)
         assert program.rank == rank
         assert program.groups["gradient"] == mesh.gradient.ranks
         assert program.groups["model"] == mesh.model.ranks
@@ -78,20 +78,20 @@ def test_the_programs_of_all_ranks_fit_each_other(flags: tuple[str, ...], size: 
 
 
 @pytest.fixture(scope="module")
-def sound() -> Rehearsal:
+def sound() -> DryRun:
     """Two stages of two tensor-parallel ranks, four replicas of them."""
-    return rehearsed((*TP2_PP2, "--sequence-parallel"), 16)
+    return dry_run_of((*TP2_PP2, "--sequence-parallel"), 16)
 
 
 Change = Callable[[list[ProgramEntry]], list[ProgramEntry]]
 
 
-def with_program(sound: Rehearsal, odd: RankProgram) -> list[str]:
+def with_program(sound: DryRun, odd: RankProgram) -> list[str]:
     """What is found if one rank has another program."""
-    return list(dataclasses.replace(sound, programs={0: sound.programs[0].with_odd(odd)}).problems())
+    return list(dataclasses.replace(sound, programs={0: sound.programs[0].with_deviating(odd)}).problems())
 
 
-def with_fault(sound: Rehearsal, rank: int, change: Change) -> list[str]:
+def with_fault(sound: DryRun, rank: int, change: Change) -> list[str]:
     """What is found if one rank does something else."""
     program = sound.programs[0].of(rank)
     odd = program.changed(change(list(program.events)))
@@ -109,7 +109,7 @@ def places(program: RankProgram, kind: str, part: str = "") -> list[int]:
 
 
 @pytest.mark.parametrize("rank", [0, 5, 15])
-def test_a_rank_that_skips_a_collective_is_named(sound: Rehearsal, rank: int) -> None:
+def test_a_rank_that_skips_a_collective_is_named(sound: DryRun, rank: int) -> None:
     place = places(sound.programs[0].of(rank), "all-reduce", "norm")[0]
     found = with_fault(sound, rank, lambda events: events[:place] + events[place + 1 :])
     assert len(found) == 1
@@ -118,7 +118,7 @@ def test_a_rank_that_skips_a_collective_is_named(sound: Rehearsal, rank: int) ->
 
 
 @pytest.mark.parametrize("rank", [2, 13])
-def test_swapped_messages_are_named(sound: Rehearsal, rank: int) -> None:
+def test_swapped_messages_are_named(sound: DryRun, rank: int) -> None:
     kind = "send" if rank < 8 else "receive"
     first, second = places(sound.programs[0].of(rank), kind, "output")[:2]
 
@@ -138,7 +138,7 @@ def swapped(place: int) -> Change:
     return lambda events: [*events[:place], events[place + 1], events[place], *events[place + 2 :]]
 
 
-def test_collectives_of_two_groups_in_another_order_are_named(sound: Rehearsal) -> None:
+def test_collectives_of_two_groups_in_another_order_are_named(sound: DryRun) -> None:
     events = sound.programs[0].of(5).events
     place = places(sound.programs[0].of(5), "all-reduce", "norm")[-1]
     assert events[place].message.ranks != events[place + 1].message.ranks
@@ -148,7 +148,7 @@ def test_collectives_of_two_groups_in_another_order_are_named(sound: Rehearsal) 
 
 
 @pytest.mark.parametrize("rank", [1, 18])
-def test_ranks_that_would_wait_for_each_other_are_named(routed: Rehearsal, rank: int) -> None:
+def test_ranks_that_would_wait_for_each_other_are_named(routed: DryRun, rank: int) -> None:
     """Two groups of which one rank and another are in both, in two orders."""
     events = routed.programs[0].of(rank).events
     place = next(
@@ -164,7 +164,7 @@ def test_ranks_that_would_wait_for_each_other_are_named(routed: Rehearsal, rank:
     assert found.endswith(f"the last for rank {rank}, which may hang the run")
 
 
-def test_two_stages_that_receive_before_they_send_are_named(sound: Rehearsal) -> None:
+def test_two_stages_that_receive_before_they_send_are_named(sound: DryRun) -> None:
     """The output of a micro-batch, begun after the gradient that is computed from it, on all ranks of a stage."""
     programs = sound.programs[0]
     walked = dict(programs.walked)
@@ -179,7 +179,7 @@ def test_two_stages_that_receive_before_they_send_are_named(sound: Rehearsal) ->
     assert found.endswith("the last for rank 0, which may hang the run")
 
 
-def test_a_group_with_wrong_ranks_is_named(sound: Rehearsal) -> None:
+def test_a_group_with_wrong_ranks_is_named(sound: DryRun) -> None:
     program = sound.programs[0].of(6)
     right, wrong = program.groups["tp"], (4, 5)
     assert right == (6, 7)
@@ -195,7 +195,7 @@ def test_a_group_with_wrong_ranks_is_named(sound: Rehearsal) -> None:
     assert any("rank 6, message " in sentence for sentence in found[1:])
 
 
-def test_another_size_or_type_is_named(sound: Rehearsal) -> None:
+def test_another_size_or_type_is_named(sound: DryRun) -> None:
     place = places(sound.programs[0].of(3), "reduce-scatter", "gradients")[0]
 
     def change(events: list[ProgramEntry]) -> list[ProgramEntry]:
@@ -208,7 +208,7 @@ def test_another_size_or_type_is_named(sound: Rehearsal) -> None:
     assert "bfloat16" in found and "float32" in found
 
 
-def test_a_missing_part_of_a_tensor_is_named(sound: Rehearsal) -> None:
+def test_a_missing_part_of_a_tensor_is_named(sound: DryRun) -> None:
     name = "decoder.layers.2.mlp.linear_fc1.weight"
     boxes = sound.pieces.boxes[name]
     assert [box.rank for box in boxes] == [8, 9]
@@ -221,12 +221,12 @@ def test_a_missing_part_of_a_tensor_is_named(sound: Rehearsal) -> None:
 
 
 @pytest.fixture(scope="module")
-def routed() -> Rehearsal:
+def routed() -> DryRun:
     """Four experts over four ranks, on two stages of two tensor-parallel ranks, two replicas of each expert."""
-    return rehearsed((*EXPERTS, *TP2_PP2), 32)
+    return dry_run_of((*EXPERTS, *TP2_PP2), 32)
 
 
-def test_a_missing_expert_is_named(routed: Rehearsal) -> None:
+def test_a_missing_expert_is_named(routed: DryRun) -> None:
     name = "decoder.layers.1.mlp.experts.linear_fc2.weight"
     boxes = routed.pieces.boxes[name]
     assert [box.rank for box in boxes] == [*range(8)]
@@ -239,7 +239,7 @@ def test_a_missing_expert_is_named(routed: Rehearsal) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 18])
-def test_a_rank_that_sends_its_tokens_to_other_experts_is_named(routed: Rehearsal, rank: int) -> None:
+def test_a_rank_that_sends_its_tokens_to_other_experts_is_named(routed: DryRun, rank: int) -> None:
     place = places(routed.programs[0].of(rank), "all-to-all")[-1]
 
     def change(events: list[ProgramEntry]) -> list[ProgramEntry]:
@@ -253,13 +253,13 @@ def test_a_rank_that_sends_its_tokens_to_other_experts_is_named(routed: Rehearsa
 
 
 @pytest.mark.parametrize("step", [0, 3, 8])
-def test_two_ranks_that_read_one_sample_are_named(sound: Rehearsal, step: int) -> None:
+def test_two_ranks_that_read_one_sample_are_named(sound: DryRun, step: int) -> None:
     given = sound.steps[step]
     read = [given.of_replica(sound.config, replica) for replica in range(4)]
     assert sorted(np.concatenate(read).tolist()) == [*range(32 * step, 32 * step + 32)]
     wrong = read[2].copy()
     wrong[0] = read[1][0]
-    found = list(dataclasses.replace(sound, odd_samples={(step, 2): wrong}).problems())
+    found = list(dataclasses.replace(sound, deviating_samples={(step, 2): wrong}).problems())
     assert found == [
         f"step {step}, rank 4: reads sample {read[1][0]}, which rank 2 reads too",
         f"step {step}: no rank reads sample {read[2][0]}",
@@ -269,10 +269,10 @@ def test_two_ranks_that_read_one_sample_are_named(sound: Rehearsal, step: int) -
 def test_an_epoch_of_a_token_file_is_covered(tmp_path: Path) -> None:
     prefix = write_tiny_corpus(tmp_path).prefix
     flags = ("--data-path", prefix, "--split", "1,0,0", "--train-iters", "10000", "--global-batch-size", "8")
-    rehearsal, tokens = rehearsed(flags, 4), Path(f"{prefix}.bin").stat().st_size // 2
-    last, epoch = rehearsal.steps[-1], (tokens - 1) // 16
-    assert 1 < len(rehearsal.steps) < 10000
-    assert not list(rehearsal.problems())
+    dry_run, tokens = dry_run_of(flags, 4), Path(f"{prefix}.bin").stat().st_size // 2
+    last, epoch = dry_run.steps[-1], (tokens - 1) // 16
+    assert 1 < len(dry_run.steps) < 10000
+    assert not list(dry_run.problems())
     assert last.first < epoch <= last.first + last.size
 
 
@@ -295,17 +295,17 @@ def test_the_flag_walks_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_checkpoint_has_a_piece_for_everything_that_is_kept(flags: tuple[str, ...], kinds: int) -> None:
-    rehearsal = rehearsed(flags, 2)
-    pieces = kinds * rehearsal.programs[0].saved_pieces().total()
-    assert any(f"a checkpoint has {pieces} pieces in 2 files" in line for line in rehearsal_lines(rehearsal, 1.0))
+    dry_run = dry_run_of(flags, 2)
+    pieces = kinds * dry_run.programs[0].saved_pieces().total()
+    assert any(f"a checkpoint has {pieces} pieces in 2 files" in line for line in dry_run_lines(dry_run, 1.0))
 
 
-def test_ranks_that_do_not_fit_end_with_their_names(sound: Rehearsal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_fit_end_with_their_names(sound: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     program = sound.programs[0].of(5)
-    odd = sound.programs[0].with_odd(program.changed(program.events[:-1]))
-    monkeypatch.setattr(rehearsing, "rehearse", lambda *_: dataclasses.replace(sound, programs={0: odd}))
+    odd = sound.programs[0].with_deviating(program.changed(program.events[:-1]))
+    monkeypatch.setattr(simulation, "simulate_run", lambda *_: dataclasses.replace(sound, programs={0: odd}))
     with pytest.raises(ConfigError, match=r"step 0, rank 5 ends without the all-gather of .* \(weights\)"):
-        rehearsing.show_rehearsal(*checked_rehearsal([*NETWORK, *TP2_PP2, "--dry-run-ranks", "16"], NO_PROGRAM))
+        simulation.print_dry_run(*checked_dry_run([*NETWORK, *TP2_PP2, "--dry-run-ranks", "16"], NO_PROGRAM))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_ranks_that_do_not_fit_end_with_their_names(sound: Rehearsal, monkeypatc
 )
 def test_what_is_not_walked_is_refused(flags: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
-        checked_rehearsal([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
+        checked_dry_run([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +332,7 @@ def of_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 
 
 def test_a_schedule_of_a_file_is_walked(of_file: tuple[str, ...]) -> None:
-    ours, named = (rehearsed(("--global-batch-size", "32", *flags), 8) for flags in (of_file, of_file[:2]))
+    ours, named = (dry_run_of(("--global-batch-size", "32", *flags), 8) for flags in (of_file, of_file[:2]))
     assert not list(ours.problems())
     first, last = ours.programs[0].of(0), ours.programs[0].of(4)
     assert len(first.events) == len(named.programs[0].of(0).events)
@@ -344,17 +344,17 @@ def test_a_schedule_of_a_file_is_walked(of_file: tuple[str, ...]) -> None:
 
 def test_a_file_for_other_micro_batches_is_refused(of_file: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"mine\.csv is for 8 micro-batches \(a step has 16: --global-batch-size"):
-        checked_rehearsal([*NETWORK, *of_file, "--global-batch-size", "64", "--dry-run-ranks", "8"], NO_PROGRAM)
+        checked_dry_run([*NETWORK, *of_file, "--global-batch-size", "64", "--dry-run-ranks", "8"], NO_PROGRAM)
 
 
 @pytest.fixture(scope="module")
-def with_matrices() -> Rehearsal:
+def with_matrices() -> DryRun:
     """Muon on two stages of two tensor-parallel ranks, four replicas of them."""
-    return rehearsed((*TP2_PP2, "--optimizer", "muon"), 16)
+    return dry_run_of((*TP2_PP2, "--optimizer", "muon"), 16)
 
 
 @pytest.mark.parametrize("rank", [3, 12])
-def test_a_rank_that_does_not_pass_on_its_matrices_is_named(with_matrices: Rehearsal, rank: int) -> None:
+def test_a_rank_that_does_not_pass_on_its_matrices_is_named(with_matrices: DryRun, rank: int) -> None:
     events = with_matrices.programs[0].of(rank).events
     there, joined, *_, back = places(with_matrices.programs[0].of(rank), "all-to-all", "matrices")
     assert len(events[there].message.ranks) == 4 and len(events[joined].message.ranks) == 2
@@ -363,7 +363,7 @@ def test_a_rank_that_does_not_pass_on_its_matrices_is_named(with_matrices: Rehea
         assert re.match(rf"step 0, rank {rank}\b.*all-to-all of 12,288 float32 \(matrices", found[0])
 
 
-def test_a_rank_that_brings_other_matrices_is_named(with_matrices: Rehearsal) -> None:
+def test_a_rank_that_brings_other_matrices_is_named(with_matrices: DryRun) -> None:
     place = places(with_matrices.programs[0].of(6), "all-to-all", "matrices")[0]
 
     def change(events: list[ProgramEntry]) -> list[ProgramEntry]:

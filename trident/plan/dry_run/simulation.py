@@ -1,4 +1,4 @@
-"""Rehearses a run: walks some ranks of each class, compares all ranks, and says what it found."""
+"""Simulates some ranks of each class of a run, compares all ranks and prints the result."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.observe.quantities import short_bytes, short_count
 from megatron.parallel.mesh import requested_axes, requested_experts
 from megatron.parallel.rank_tree import children_of
-from trident.plan.rehearsal.checks import collective_problems, group_problems, peer_problems, split_problems
-from trident.plan.rehearsal.deadlock import order_problems
-from trident.plan.rehearsal.programs import Programs, RankProgram
-from trident.plan.rehearsal.shares import Pieces, StepSamples, piece_problems, pieces_of, sample_problems, steps_of
-from trident.plan.rehearsal.walking import walk
+from trident.plan.dry_run.checks import collective_problems, group_problems, peer_problems, split_problems
+from trident.plan.dry_run.deadlock import order_problems
+from trident.plan.dry_run.programs import Programs, RankProgram
+from trident.plan.dry_run.rank_simulation import simulate_rank
+from trident.plan.dry_run.shares import Pieces, StepSamples, piece_problems, pieces_of, sample_problems, steps_of
 from trident.plan.report import memory_lines
 from trident.plan.search import LayoutEstimate
 
@@ -35,15 +35,15 @@ _MOST_SAMPLES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Rehearsal:
-    """What the ranks of a run do.
+class DryRun:
+    """The programs of all ranks of a run, the checkpoint they write and the samples they read.
 
     Attributes:
         programs: of a step, by the first step that has as many samples.
         others: of an evaluation and of a save, by name.
         pieces: the parts of tensors that a checkpoint consists of.
         steps: those whose samples are looked at.
-        odd_samples: what replicas read that do not read their share, by step and replica.
+        deviating_samples: what replicas read that do not read their share, by step and replica.
     """
 
     config: RunConfig
@@ -52,7 +52,7 @@ class Rehearsal:
     others: Mapping[str, Programs]
     pieces: Pieces
     steps: Sequence[StepSamples]
-    odd_samples: Mapping[tuple[int, int], np.ndarray]
+    deviating_samples: Mapping[tuple[int, int], np.ndarray]
 
     def problems(self) -> Iterator[str]:
         """Everything that does not fit, each with its step and rank."""
@@ -71,15 +71,15 @@ class Rehearsal:
         replicas = self.config.parallel.data_parallel_size
         ranks = self.size // (self.config.parallel.pipeline_model_parallel_size * replicas)
         return {
-            replica * ranks: self.odd_samples[given.step, replica]
-            if (given.step, replica) in self.odd_samples
+            replica * ranks: self.deviating_samples[given.step, replica]
+            if (given.step, replica) in self.deviating_samples
             else given.of_replica(self.config, replica)
             for replica in range(replicas)
         }
 
 
-def rehearse(config: RunConfig, size: int) -> Rehearsal:
-    """Walks the first, a middle and the last rank of each class of a run, which `rehearsal_problems` lets pass."""
+def simulate_run(config: RunConfig, size: int) -> DryRun:
+    """Walks the first, a middle and the last rank of each class of a run, which `dry_run_problems` lets pass."""
     sizes = {axis.name: axis.size for axis in requested_axes(config.parallel, size)}
     experts = requested_experts(config.parallel)
     inner = sizes["cp"] * sizes["sp"]
@@ -99,18 +99,20 @@ def rehearse(config: RunConfig, size: int) -> Rehearsal:
             if tensor > 1 and experts.keeps_tensor:
                 walked[rank] = [program.at(rank) for program in walked[rank - tensor + 1]]
             else:
-                walked[rank] = walk(config, rank, size, list(first), results)
+                walked[rank] = simulate_rank(config, rank, size, list(first), results)
     # A middle one and the last one, whose code may take another way than that of the first.
     places = {replicas // 2, replicas - 1} - {0}
-    further = [walk(config, rank + stride * place, size, list(first), results) for rank in walked for place in places]
+    further = [
+        simulate_rank(config, rank + stride * place, size, list(first), results) for rank in walked for place in places
+    ]
     *programs, evaluation, save = (
-        Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()}).with_odd(
+        Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()}).with_deviating(
             *(each[place] for each in further)
         )
         for place in range(len(first) + 2)
     )
     steps = tuple(steps_of(config, min(_MOST_SAMPLES, _epoch(config) or _MOST_SAMPLES)))
-    return Rehearsal(
+    return DryRun(
         config,
         size,
         dict(zip(first.values(), programs, strict=True)),
@@ -132,10 +134,10 @@ def _epoch(config: RunConfig) -> int | None:
         return None
 
 
-def rehearsal_lines(rehearsal: Rehearsal, seconds: float) -> Iterator[str]:
+def dry_run_lines(dry_run: DryRun, seconds: float) -> Iterator[str]:
     """What was walked."""
-    config, size = rehearsal.config, rehearsal.size
-    programs = rehearsal.programs[0]
+    config, size = dry_run.config, dry_run.size
+    programs = dry_run.programs[0]
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in requested_axes(config.parallel, size) if axis.size > 1)
     experts = config.parallel.expert_model_parallel_size
     yield (
@@ -149,29 +151,29 @@ def rehearsal_lines(rehearsal: Rehearsal, seconds: float) -> Iterator[str]:
         yield f"rank {program.rank}: {weights} of weights; messages of a step: {sent or 'none'}"
     kinds = 1 + config.optim.state_bytes(of_blocks=True) // 4  # the weight, and what the optimizer keeps in fp32
     kinds += config.optim.optimizer in AVERAGING  # whose mean is made for a checkpoint
-    parameters = sum(math.prod(shape) for shape in rehearsal.pieces.shapes.values())
-    boxes, saved = sum(len(boxes) for boxes in rehearsal.pieces.boxes.values()), programs.saved_pieces()
+    parameters = sum(math.prod(shape) for shape in dry_run.pieces.shapes.values())
+    boxes, saved = sum(len(boxes) for boxes in dry_run.pieces.boxes.values()), programs.saved_pieces()
     yield (
-        f"{short_count(parameters)} parameters in {len(rehearsal.pieces.shapes):,} tensors, {boxes:,} parts of them on "
+        f"{short_count(parameters)} parameters in {len(dry_run.pieces.shapes):,} tensors, {boxes:,} parts of them on "
         f"ranks; a checkpoint has {kinds * saved.total():,} pieces in {len(saved):,} files"
     )
     sockets = max(2 * (len(children_of(rank, size)) + (rank > 0)) + 1 for rank in (0, 1, size - 1))
     yield f"sockets of a rank for control, background and the store: at most {sockets}, besides those of the backend"
-    last = rehearsal.steps[-1]
-    yield f"samples: {last.first + last.size:,} in {len(rehearsal.steps):,} steps, each looked for on all replicas"
+    last = dry_run.steps[-1]
+    yield f"samples: {last.first + last.size:,} in {len(dry_run.steps):,} steps, each looked for on all replicas"
     yield f"walked in {seconds:.1f} s"
 
 
-def show_rehearsal(config: RunConfig, size: int, estimated: LayoutEstimate) -> ExitCode:
-    """Rehearses a run that `checked_rehearsal` has let pass, and prints what was found.
+def print_dry_run(config: RunConfig, size: int, estimated: LayoutEstimate) -> ExitCode:
+    """Simulates a run that `checked_dry_run` accepted, and prints the result.
 
     Raises:
         ConfigError: ranks do not fit each other.
     """
     began_at = time.monotonic()
-    rehearsal = rehearse(config, size)
-    problems = list(rehearsal.problems())
-    for line in (*rehearsal_lines(rehearsal, time.monotonic() - began_at), *memory_lines(estimated)):
+    dry_run = simulate_run(config, size)
+    problems = list(dry_run.problems())
+    for line in (*dry_run_lines(dry_run, time.monotonic() - began_at), *memory_lines(estimated)):
         log.line(line.strip())
     if problems:
         more = [f"and {len(problems) - _MOST_SHOWN:,} more"] if len(problems) > _MOST_SHOWN else []

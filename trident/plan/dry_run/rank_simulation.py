@@ -42,9 +42,9 @@ from megatron.parallel.schedule.schedule_files import read_orders
 from megatron.parallel.shard_spec import shard_spec_of
 from megatron.train.objectives import build_objective, step_settings
 from megatron.train.start_up.engine_opening import pipeline_settings
+from trident.plan.dry_run.programs import FlatShare, ProgramEntry, RankProgram
+from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage, RecordedMessages, RecordedTree, fake_world
 from trident.plan.memory import REDUCE_BUCKET
-from trident.plan.rehearsal.programs import FlatShare, ProgramEntry, RankProgram
-from trident.plan.rehearsal.recording import RECEIVE, SEND, RankMessage, RecordedMessages, RecordedTree, imagined_world
 
 _TIMEOUT = timedelta(minutes=1)
 # The messages of a pass by its kind, its chunk, and whether its micro-batch is not the first.
@@ -67,23 +67,23 @@ def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerSt
         return chunks, LayerStack(chunks.specs).to(getattr(torch, config.precision.dtype_name))
 
 
-def walk(
+def simulate_rank(
     config: RunConfig, rank: int, size: int, batches: Sequence[int], results: dict[Any, Any] | None = None
 ) -> list[RankProgram]:
     """The programs of a rank in steps of each of these global batches, in an evaluation and in a save, of a run that
-    `rehearsal_problems` lets pass; `results` are those of operations on other ranks.
+    `dry_run_problems` lets pass; `results` are those of operations on other ranks.
     """
-    with imagined_world(rank, size):
+    with fake_world(rank, size):
         axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
         mesh = build_mesh(axes, "meta", 0, _TIMEOUT, experts=experts)
         mesh = dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
         chunks, stack = build_layers(config, mesh)
         with torch.device("meta"):
             recorded = RecordedMessages(rank, {} if results is None else results)
-            return _Walk(config, mesh, chunks, stack, recorded).programs(batches)
+            return RankSimulation(config, mesh, chunks, stack, recorded).programs(batches)
 
 
-class _Walk:
+class RankSimulation:
     """One rank on its way through a step."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trident.plan.rehearsal.recording import RecordedMessages
+from trident.plan.dry_run.recording import RecordedMessages
 
 OPERATIONS = {
     "integer factor": lambda tensor: tensor * 2,

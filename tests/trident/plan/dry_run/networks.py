@@ -1,9 +1,9 @@
-"""The small network whose layouts are rehearsed."""
+"""The small network whose layouts are simulated."""
 
 from __future__ import annotations
 
 from megatron.config import Machine, TokenizerFacts, parse, resolve
-from trident.plan.rehearsal.rehearsing import Rehearsal, rehearse
+from trident.plan.dry_run.simulation import DryRun, simulate_run
 
 NETWORK = (
     *("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16"),
@@ -15,12 +15,12 @@ TP2_PP2 = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size"
 EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "4")
 
 
-def rehearsed(flags: tuple[str, ...], size: int) -> Rehearsal:
-    """A rehearsal of the network in a layout."""
+def dry_run_of(flags: tuple[str, ...], size: int) -> DryRun:
+    """A dry run of the network in a layout."""
     network = NETWORK
     for replaced, given in (("--train-iters", "--train-samples"), ("--data-path", "--data-path")):
         if given in flags:
             place = network.index(replaced)
             network = network[:place] + network[place + 2 :]
     machine = Machine("cuda", size, supports_fp16=True, supports_bf16=True)
-    return rehearse(resolve(parse([*network, *flags]), machine, TokenizerFacts(128, 1, "")), size)
+    return simulate_run(resolve(parse([*network, *flags]), machine, TokenizerFacts(128, 1, "")), size)

@@ -14,8 +14,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from trident.plan.rehearsal.programs import ProgramEntry, Programs
-from trident.plan.rehearsal.recording import SEND, RankMessage
+from trident.plan.dry_run.programs import ProgramEntry, Programs
+from trident.plan.dry_run.recording import SEND, RankMessage
 
 _MOST_SHOWN = 6
 

@@ -16,7 +16,7 @@ from megatron.config import RunConfig
 from megatron.config.schedule import global_batch_size
 from megatron.data.loader import first_samples
 from megatron.parallel.shard_spec import shard_spec_of
-from trident.plan.rehearsal.walking import build_layers, mesh_at
+from trident.plan.dry_run.rank_simulation import build_layers, mesh_at
 
 
 class StepSamples(NamedTuple):

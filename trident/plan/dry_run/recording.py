@@ -217,7 +217,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def imagined_world(rank: int, size: int) -> Iterator[None]:
+def fake_world(rank: int, size: int) -> Iterator[None]:
     """Makes this process a rank of a world of which nothing else exists."""
     devices = dist.Backend.backend_capability["fake"]
     if "meta" not in devices:  # or batches of sends would find no backend for tensors without memory
