@@ -39,12 +39,12 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
 
         return show_plan(argv, program)
     if reading.unchecked().planning.dry_run_ranks is not None:
-        from trident.plan.command_line import checked_rehearsal
+        from trident.plan.command_line import checked_dry_run
 
-        rehearsed = checked_rehearsal(argv, program)  # without torch
-        from trident.plan.rehearsal.rehearsing import show_rehearsal
+        checked = checked_dry_run(argv, program)  # without torch
+        from trident.plan.dry_run.simulation import print_dry_run
 
-        return show_rehearsal(*rehearsed)
+        return print_dry_run(*checked)
     signals = StopSignals()
     with signals.installed() if reading.unchecked().stopping.exit_on_signal else nullcontext():
         from megatron.train.preflight.checks import checked_request

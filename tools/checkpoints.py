@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     section, run = _COMMANDS[command]
     if section is CopyFlags and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         words.insert(1, "--save")
-    return run(parse_flags(section, words, f"checkpoints.py {command}", __doc__ or "", unnamed="--load"))
+    return run(parse_flags(section, words, f"checkpoints.py {command}", __doc__ or "", positional="--load"))
 
 
 def _list(flags: ListFlags) -> int:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.record import Progress
-from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS, GradientFigures
+from megatron.engine.gradients.gradient_stats import NOISE, NORMS, ZEROS, GradientStats
 from megatron.engine.weight_norms import norm_metrics
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, dropped_tokens, expert_tokens
 from megatron.objective import distillation, language_model, masked, multi_token
@@ -65,7 +65,7 @@ def outcome_of(sums: Mapping[str, Sequence[float]], routed: Any, gradients: Any 
     for name, spec in SPECS.items():
         metrics.add(*spec.metrics(name, sums[name]))
     if gradients:
-        metrics.add(*GradientFigures.metrics(GRADIENTS, torch.tensor(gradients, dtype=torch.float64), 1, 8))
+        metrics.add(*GradientStats.metrics(GRADIENTS, torch.tensor(gradients, dtype=torch.float64), 1, 8))
     return Outcome(metrics=metrics, sums=routed, **values)
 
 

@@ -127,7 +127,7 @@ class Saving(Callback):
         saving = run.config.saving
         self._is_due |= run.is_due(saving.save_interval) or (step.ends_epoch and saving.save_each_epoch)
         # Not after a bad step: if the weights themselves are to blame, the last good checkpoint stays the newest.
-        if self._is_due and not run.engine.gate.has_open_row:
+        if self._is_due and not run.engine.gate.in_bad_streak:
             self._is_due = False
             self._reports.flush(run)
             self.save(run)

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron.parallel.watch.limits import WatchLimits
 from megatron.train.callbacks import straggler_detection
 from megatron.train.watchdog import Watch
@@ -36,6 +38,7 @@ def run_with_a_slow_rank(rank: int, corpus: TinyCorpus, folder: str) -> None:
     assert pretrain_gpt.train(flags) == 0
 
 
+@pytest.mark.full
 def test_a_slow_rank_is_shown_and_named(tmp_path: Path) -> None:
     corpus = write_tiny_corpus(tmp_path)
     run_ranks(run_with_a_slow_rank, 2, corpus, str(tmp_path / "run"))
