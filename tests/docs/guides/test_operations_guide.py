@@ -33,5 +33,5 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-4000:]
     kept = sorted(path.name for path in (tmp_path / "backup" / "guide").glob("iter_*"))
     assert {"iter_0000006", "iter_0000009", "iter_0000012"} <= set(kept) and "iter_0000003" not in kept
-    assert "continuing from the copy" in finished.stderr
+    assert "resuming from the copy" in finished.stderr
     assert (tmp_path / "checkpoints" / "guide" / "iter_0000015").is_dir()
