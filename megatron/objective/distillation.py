@@ -96,7 +96,7 @@ class DistillationObjective:
     temperature: float = 1.0
 
     @property
-    def companion(self) -> Teacher | None:
+    def auxiliary_network(self) -> Teacher | None:
         """The teacher, where chunks of it run beside those of the student."""
         return self.teacher if self.teacher is not None and self.teacher.chunks is not None else None
 

@@ -226,6 +226,7 @@ def test_a_thawed_parameter_is_trained_as_a_new_one(layout: tuple[int, int, int]
             assert own == pytest.approx(other, rel=SAME)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same_and_leaves_frozen_weights(layout: tuple[int, int, int], single: Any) -> None:
     cases = LAYOUTS[layout]

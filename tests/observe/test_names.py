@@ -21,7 +21,7 @@ from megatron.engine.weight_norms import norm_metrics
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, dropped_tokens, expert_tokens
 from megatron.objective import distillation, language_model, masked, multi_token
 from megatron.objective.metric import Metric, MetricSpec, Reduction, StepMetrics, metrics_of
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from megatron.observe.destinations.tensorboard import step_scalars
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.names import named
@@ -95,7 +95,7 @@ class Taker:
 
     def interval(self, metrics: StepMetrics) -> None:
         self.values.append(dict(sorted(named(metrics, "wandb"))))
-        self.short += short.iteration_lines(metrics, Moment(3, 9))
+        self.short += short.iteration_lines(metrics, LogPosition(3, 9))
 
     def close(self) -> None:
         pass

@@ -227,6 +227,7 @@ def test_the_toy_learns_and_is_clipped(plain: list[tuple[float, ...]]) -> None:
     assert 0 < plain[-1][2] < RECIPE.global_batch_size * 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
 def test_every_layout_trains_like_one_process_and_its_checkpoint_loads_elsewhere(
     name: str, plain: list[tuple[float, ...]], folder: Path

@@ -133,10 +133,10 @@ class StepLoss:
         return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
 
     @property
-    def companion(self) -> AuxiliaryNetwork | None:
-        """The network that the objective wants to run chunk by chunk beside the one that is trained."""
-        companion: AuxiliaryNetwork | None = getattr(self.objective, "companion", None)
-        return companion
+    def auxiliary_network(self) -> AuxiliaryNetwork | None:
+        """The objective's second network, run chunk by chunk along with the trained one; None if it has none."""
+        network: AuxiliaryNetwork | None = getattr(self.objective, "auxiliary_network", None)
+        return network
 
     def take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         """Adds what layers have recorded to the totals."""

@@ -161,7 +161,7 @@ class Saving(Callback):
         run.watch.enter("save", run.progress.step)
         if run.config.saving.save is None:
             return
-        log.doing(f"saving step {run.progress.step}")
+        log.set_activity(f"saving step {run.progress.step}")
         writer = self.writer
         if writer is None:
             if self.saved_step != run.progress.step:

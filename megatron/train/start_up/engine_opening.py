@@ -16,7 +16,7 @@ from megatron import device, log
 from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
-from megatron.config.sections.reporting import UPSTREAMS_STYLE, ReportConfig
+from megatron.config.sections.reporting import MEGATRON_STYLE, ReportConfig
 from megatron.engine.cuda_graphs import AUTO, any_failed_on, graph_refusal
 from megatron.engine.deepspeed_internals.parameters import whole_numel
 from megatron.engine.ds_config import deepspeed_config
@@ -50,7 +50,7 @@ def open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) ->
     engine = build_engine(config, mesh, freezing)
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
-    if config.report.log_style == UPSTREAMS_STYLE:
+    if config.report.log_style == MEGATRON_STYLE:
         log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
     if freezing.frozen:
         log.info(trained_line(sizes[2], sizes[0]))

@@ -135,6 +135,7 @@ def _spoil_reduced_gradient(engine: Engine) -> Any:
     return lambda: setattr(place, name, own)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_that_is_bad_on_one_rank_is_applied_on_none(name: str) -> None:
     layout, runs = LAYOUTS[name]

@@ -68,6 +68,7 @@ def pass_on(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_whoever_loses_the_rank_in_between_reaches_the_hubs_without_it() -> None:
     results = run_ranks(pass_on, 9)
     assert [found["links"] for found in results] == [1, 1, 1, 1, 1, 1, 2, 1, 1]
