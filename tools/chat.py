@@ -45,7 +45,7 @@ class ChatFlags(SamplingFlags):
     )
     chat_template: str | None = flag(
         None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.PLACE,
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     system: str = flag("", "instructions before the conversation")
     max_new_tokens: int | None = flag(None, "most tokens of one answer; by default as many as fit", at_least=1)
@@ -69,7 +69,7 @@ def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
     from megatron.inference.generation import GenerationEngine, drive, serve_as_worker
     from megatron.inference.loaded_model import open_checkpoint
 
-    engine = GenerationEngine(open_checkpoint(request.own.load, request.given, mesh), max_sequences=1)
+    engine = GenerationEngine(open_checkpoint(request.flags.load, request.given, mesh), max_sequences=1)
     if mesh.world.rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it stops an answer, on rank 0
         serve_as_worker(engine)
@@ -83,7 +83,7 @@ def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, dri
     from trident.serve.conversation import Conversation
     from trident.serve.requests.served_model import build_served_model
 
-    flags, loaded = request.own, engine.loaded
+    flags, loaded = request.flags, engine.loaded
     flags.check_vocabulary(loaded.vocab_size)
     served = build_served_model(loaded, chat_template=flags.chat_template)
     sampling = Sampling.of_flags(flags, loaded.config.random.seed)

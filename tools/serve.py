@@ -47,7 +47,7 @@ class ServeFlags(SamplingFlags):
     )
     chat_template: str | None = flag(
         None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.PLACE,
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     token_file: str | None = flag(
         None,
@@ -122,7 +122,7 @@ def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     from trident.serve.requests.served_model import build_served_model
     from trident.serve.server import EngineSession
 
-    flags = request.own
+    flags = request.flags
     server = _server(flags, "random.seed" in request.given, int(request.given.get("random.seed", 1234)))
     log.info(f"listening on {server.address}, loading {flags.load}")
 
@@ -143,7 +143,7 @@ def _serve_as_worker(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> No
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    serve_as_worker(_engine(request.own, _load(request, mesh)))
+    serve_as_worker(_engine(request.flags, _load(request, mesh)))
 
 
 def _engine(flags: ServeFlags, loaded: LoadedModel) -> GenerationEngine:
@@ -158,7 +158,7 @@ def _engine(flags: ServeFlags, loaded: LoadedModel) -> GenerationEngine:
 def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:
     from megatron.inference.loaded_model import open_checkpoint
 
-    return open_checkpoint(request.own.load, request.given, mesh)
+    return open_checkpoint(request.flags.load, request.given, mesh)
 
 
 def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:

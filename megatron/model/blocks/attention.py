@@ -15,7 +15,7 @@ from megatron.model.blocks.attention_forms.whole import WholeAttention, score_bi
 from megatron.model.blocks.query_key_value import FusedHeads
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
@@ -48,7 +48,7 @@ class SelfAttention(DirectModule):
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == LEARNABLE:
             spec = ShardSpec((self.dimension,))
-            self.softmax_offset = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+            self.softmax_offset = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.scoring = scoring = Scoring(config, mesh, layer, self.softmax_offset)
         self.form = WholeAttention(scoring)
         if mesh.cp.size * mesh.sp.size > 1:

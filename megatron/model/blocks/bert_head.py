@@ -12,7 +12,7 @@ from megatron.model.blocks.embedding import OutputHead
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import gather_from
 
 BertOutputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -83,8 +83,8 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, input_size: int, output_size: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         spec = ShardSpec((Dimension("output", output_size), Dimension("input", input_size)), is_matrix=True)
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)
-        self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)
+        self.bias = annotate(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)

@@ -14,7 +14,7 @@ from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence
 from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
@@ -62,7 +62,7 @@ class PositionEmbedding(nn.Module):
         shape = (config.max_position_embeddings, config.hidden_size)
         dimensions = (Dimension("positions", shape[0]), Dimension("hidden", shape[1]))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
-        self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
         self.site, self.dropout_kernel = DropoutSite(EMBEDDING_SITE), mesh.kernels.dropout_add
@@ -101,7 +101,7 @@ class TokenTypeEmbedding(nn.Module):
         shape = (config.token_types, config.hidden_size)
         dimensions = (Dimension("token types", shape[0]), Dimension("hidden", shape[1]))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
-        self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.lookup_kernel = mesh.kernels.embedding
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -159,7 +159,7 @@ class OutputHead(nn.Module):
         if bias:
             rows = Dimension("rows of the padded vocabulary", config.vocab_size, mesh.tp, config.padded_vocab_size)
             spec = ShardSpec((rows,))
-            self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+            self.bias = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
         hidden = self._column_input(hidden, context.splits_sequence)

@@ -26,7 +26,7 @@ from megatron.model.interface.step_context import StepContext
 from megatron.parallel.expert.dispatch import Dispatch
 from megatron.parallel.expert.order import Slots
 from megatron.parallel.mesh import Axis, ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, check_divisible
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 
 
@@ -76,7 +76,7 @@ class Experts(nn.Module):
         tokens, experts, weights, local = whole if self.are_split else hidden, routing.experts, routing.weights, slots
         if is_split and not self.are_split:
             experts, weights = self._local(experts, len(hidden)), self._local(weights, len(hidden))
-            local = None if slots is None else Slots(self._local(slots.places, len(hidden)), slots.capacity)
+            local = None if slots is None else Slots(self._local(slots.indices, len(hidden)), slots.capacity)
         dispatch = Dispatch.of(experts, self.count, self.ep, local)
         weights = dispatch.order.kept_weights(weights)
         sent = dispatch.start(tokens.flatten(0, 1))
@@ -154,8 +154,8 @@ class MixtureCoefficients(nn.Module):
         super().__init__()
         parts, device, summed_over = Dimension("experts and dense layer", 2), mesh.device, (mesh.sequence_parallel,)
         matrix = ShardSpec((parts, Dimension("hidden", config.hidden_size)), is_matrix=True, summed_over=summed_over)
-        self.weight = place(nn.Parameter(torch.zeros(matrix.local_shape, device=device)), matrix)
-        self.bias = place(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,), summed_over=summed_over))
+        self.weight = annotate(nn.Parameter(torch.zeros(matrix.local_shape, device=device)), matrix)
+        self.bias = annotate(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,), summed_over=summed_over))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()).softmax(dim=-1)
@@ -216,7 +216,7 @@ class ExpertMatrices(nn.Module):
     def __init__(self, spec: ShardSpec, are_several: bool, device: torch.device, *, has_bias: bool) -> None:
         super().__init__()
         shape = (*spec.local_shape[:are_several], -1, spec.local_shape[-1])
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
         self.bias: nn.Parameter | None = None
         self.padding = (0, 0)  # outputs before and after this rank's part of the bias
         if has_bias:
@@ -226,7 +226,7 @@ class ExpertMatrices(nn.Module):
                 self.padding = output.bounds[0], output.size - output.bounds[1]
             bias_spec = ShardSpec((*others, output))
             values = torch.zeros(bias_spec.local_shape, device=device)
-            self.bias = place(nn.Parameter(values.view(values.shape[0], -1)), bias_spec)
+            self.bias = annotate(nn.Parameter(values.view(values.shape[0], -1)), bias_spec)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         bias = self.bias if self.bias is None or self.padding == (0, 0) else F.pad(self.bias, self.padding)

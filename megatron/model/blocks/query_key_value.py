@@ -152,7 +152,7 @@ class FusedHeads:
             self.parts["q_layernorm"] = build_head_norm(config, mesh, qkv.query_dimension)
             self.parts["k_layernorm"] = build_head_norm(config, mesh, qkv.group_dimension)
         self.norms = tuple(self.parts.values())[1:]
-        is_rotary = config.is_rotary_layer(config.alike(layer))
+        is_rotary = config.is_rotary_layer(config.pattern_index(layer))
         self.rotary = Rotary(config, layer, mesh.kernels.rotary) if is_rotary else None
         is_plain = qkv.is_split and not self.norms and not qkv.is_gated
         self.is_fused = mesh.kernels.rotary is Implementation.CSRC and is_plain

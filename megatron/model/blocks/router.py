@@ -19,7 +19,7 @@ from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.step_state import StepState
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.sequence.split import SequenceSplit
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import gather_from
 
 # Names of the recorded statistics. Each is summed over layers, micro-batches and ranks.
@@ -86,11 +86,11 @@ class Router(StepState):
         experts = Dimension("experts", config.experts_of(layer))
         dimensions, summed_over = (experts, Dimension("hidden", config.hidden_size)), (mesh.sequence_parallel,)
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=summed_over)
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.bias: nn.Parameter | None = None
         if config.moe_router_bias:
             of_bias = ShardSpec((experts,), summed_over=summed_over)
-            self.bias = place(nn.Parameter(torch.zeros(of_bias.local_shape, device=mesh.device)), of_bias)
+            self.bias = annotate(nn.Parameter(torch.zeros(of_bias.local_shape, device=mesh.device)), of_bias)
         self.register_buffer("expert_bias", None)
         self.register_buffer("expert_shares", None)
         zeros, of_experts = torch.zeros(experts.size, device=mesh.device), ShardSpec((experts,))

@@ -170,7 +170,7 @@ class StepContext:
             return None
 
         def compute() -> torch.Tensor:
-            positions = split.places(length * split.size, _on_host(self.segment_ids))
+            positions = split.positions(length * split.size, _on_host(self.segment_ids))
             device = self.sample_ids.device
             return torch.from_numpy(positions).to(device) if len(positions) > 1 else _ranges(positions[0], device)
 
@@ -308,7 +308,7 @@ class StepSettings:
         if self.restart_positions and segment_ids is not None:
             position_ids = restarted_positions(segment_ids)
             if self.split is not None:
-                local = torch.from_numpy(self.split.places(segment_ids.shape[1], _on_host(segment_ids)))
+                local = torch.from_numpy(self.split.positions(segment_ids.shape[1], _on_host(segment_ids)))
                 position_ids = position_ids.gather(1, local.to(segment_ids).expand(len(segment_ids), -1))
         return StepContext(
             sample_ids=sample_ids,

@@ -31,6 +31,7 @@ from tests.helpers.architecture.tables import (
     DEEPSPEED_PUBLIC,
     FILES_OF_THEIR_OWN,
     HOMES,
+    LINES_THAT_DESCRIBE_THEMSELVES,
     LISTS,
     LOADED_LATER,
     MAXIMUM_FILE_LINES,
@@ -338,7 +339,7 @@ def names_are_whole_words(source: Source) -> Iterator[Finding]:
 
 
 def everything_public_is_described(source: Source) -> Iterator[Finding]:
-    """Modules, public functions, classes and methods have a docstring; properties and overrides may do without."""
+    """Modules, public classes and longer functions have a docstring, unless a property or an override."""
     if not (source.is_library or source.is_program):
         return
     if not ast.get_docstring(source.tree):
@@ -464,11 +465,13 @@ def _banned_words(name: str) -> list[str]:
 def _undescribed(node: ast.stmt, owner: ast.ClassDef | None = None) -> Iterator[Finding]:
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or node.name.startswith("_"):
         return
-    if not ast.get_docstring(node) and not (owner and _needs_no_docstring(node, owner)):
+    if not ast.get_docstring(node) and (isinstance(node, ast.ClassDef) or not _needs_no_docstring(node, owner)):
         yield node.lineno, f"{owner.name + '.' if owner else ''}{node.name} has no docstring"
 
 
-def _needs_no_docstring(member: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, owner: ast.ClassDef) -> bool:
-    """True of a property, of a method that a base class describes, and of one whose only statement says as much."""
-    decorators = {dotted(decorator).rpartition(".")[2] for decorator in member.decorator_list}
-    return bool(decorators & {"property", "cached_property", "setter"} or owner.bases or len(member.body) == 1)
+def _needs_no_docstring(function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None) -> bool:
+    """True of a property, of a method that a base class describes, and of a function short enough to read instead."""
+    decorators = {dotted(decorator).rpartition(".")[2] for decorator in function.decorator_list}
+    is_described = bool(decorators & {"property", "cached_property", "setter"} or (owner and owner.bases))
+    length = (function.end_lineno or 0) - function.lineno + 1
+    return is_described or len(function.body) == 1 or length <= LINES_THAT_DESCRIBE_THEMSELVES

@@ -16,7 +16,7 @@ from megatron.model.blocks.position import Rotary
 from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, check_divisible
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence
 from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import ColumnParallelLinear
@@ -39,11 +39,11 @@ class LatentProjection(nn.Module):
         outputs, partial = Dimension("channels of a latent", output_size), mesh.sequence_parallel
         dimensions = (outputs, Dimension("hidden", config.hidden_size))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(partial,))
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.bias: nn.Parameter | None = None
         if config.add_qkv_bias:
             vector = ShardSpec.vector(output_size, partial=partial)
-            self.bias = place(nn.Parameter(torch.zeros(output_size, device=mesh.device)), vector)
+            self.bias = annotate(nn.Parameter(torch.zeros(output_size, device=mesh.device)), vector)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return deferrable_linear(x, self.weight, self.bias, self.queue)
