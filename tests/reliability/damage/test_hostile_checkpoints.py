@@ -111,5 +111,5 @@ def test_the_undamaged_checkpoint_is_accepted_and_a_wrong_record_is_not(tmp_path
     for name, value in (("tokenizer", ""), ("config", {"model": -1})):
         changed = {**values, "record": {**values["record"], name: value}}
         write_sealed(case / "manifest.json", json.dumps(changed).encode()[:-1] + b",\n")
-        with pytest.raises(Exception, match=f"has {name}.* = .*, which should be a JSON object"):
+        with pytest.raises(Exception, match=f"has {name}.* = .*, expected a JSON object"):
             read_checkpoint(case, tmp_path, Random(0))
