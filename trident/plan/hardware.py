@@ -156,9 +156,7 @@ def _read_device(path: str) -> Device:
     option = f"--device {path}"
     read = read_json(path, option)
     if not isinstance(read, Mapping):
-        raise ConfigError(
-            f"{option} contains a {type(read).__name__}. It must contain a mapping of constants to values."
-        )
+        raise ConfigError(f"{option} contains a {type(read).__name__}. It must be a mapping of constants to values.")
     values: dict[str, Any] = {}
     names = [field.name for field in dataclasses.fields(Device)]
     problems = [

@@ -1,9 +1,9 @@
 """The time of a step by part, and the bytes sent on each axis.
 
 Matrix products run at a fraction of the device's peak that falls with their smallest side, all other operations at a
-fraction of its memory bandwidth; the host may be slower than both. Messages take the bytes of a ring collective over the
-slowest link of their axis. Two kinds overlap with computation: the blocks of ring attention, and sends between stages,
-except for the first micro-batch on its way to the last stage and back.
+fraction of its memory bandwidth; the host may be slower than both. Messages take the bytes of a ring collective over
+the slowest link of their axis. Two kinds overlap with computation: the blocks of ring attention, and sends between
+stages, except for the first micro-batch on its way to the last stage and back.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def axis_of(message: RankMessage, part: str, groups: Mapping[str, tuple[int, ...
     """The axis of a message; None for sums that a plan leaves out."""
     if not message.is_collective:
         return "cp" if len(groups["cp"]) > 1 and message.ranks[1] in groups["cp"] else "pp"
-    if part in ("begin", "norm and loss"):
+    if part in ("start", "norm and loss"):
         return None
     if message.ranks == groups["tp"]:
         return None if part == "gradients" else "tp"
