@@ -23,7 +23,7 @@ from tests.helpers.programs import forking_python
 from tests.reliability.fuzzing.fuzz import FuzzFlags
 from tools.runs.plan import PlanFlags
 from train_on_text import OwnTextFlags
-from trident.plan.requests import read_planned
+from trident.plan.requests import read_plan_request
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = (
@@ -91,7 +91,7 @@ def check(command: list[str]) -> None:
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
             if {"--plan-only", "--dry-run-ranks"} & {*rest}:
-                read_planned(rest)
+                read_plan_request(rest)
                 return
             parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
@@ -144,7 +144,7 @@ def check_tool(path: str, words: list[str]) -> None:
     if issubclass(flags, PlanFlags):  # it takes the trainer's flags for a plan, and not for a schedule
         own, others = read_program(flags, words, path, "")
         if own.devices is not None:
-            read_planned([*own.trainer_arguments(), *others])
+            read_plan_request([*own.trainer_arguments(), *others])
         else:
             assert not others
         return
