@@ -83,7 +83,7 @@ def test_what_the_division_of_layers_saves_is_simulated() -> None:
 
 
 def test_every_schedule_has_a_row() -> None:
-    table = GUIDE.partition("## Which one")[2].partition("\n\n## ")[0]
+    table = GUIDE.partition("## Schedules")[2].partition("\n\n## ")[0]
     assert re.findall(r"^\| `([^`]+)` ", table, flags=re.M)[1:] == [*SCHEDULE_CHUNKS, "FILE.csv"]
 
 
