@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_bert
+from campaigns.run import CampaignFlags
 from examples.hello_deepspeed.flags import HelloDeepSpeedEngineFlags
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.flags.fields import flags_of
@@ -20,7 +21,6 @@ from megatron.config.program_flags import parse_over, read_program
 from megatron.config.sampling_flags import BeamFlags
 from tests.helpers.commands.recording_shell import recorded
 from tests.helpers.programs import forking_python
-from tests.reliability.fuzzing.fuzz import FuzzFlags
 from tools.runs.plan import PlanFlags
 from train_on_text import OwnTextFlags
 from trident.plan.requests import read_planned
@@ -76,8 +76,8 @@ def check(command: list[str]) -> None:
     Raises:
         ConfigError: the program would refuse it.
     """
-    if command[:3] == ["python", "-m", "tests.reliability.fuzzing.fuzz"]:
-        parse_flags(FuzzFlags, command[3:])
+    if command[:3] == ["python", "-m", "campaigns.run"]:
+        parse_flags(CampaignFlags, command[3:], unnamed="--name")
         return
     if command[0] == "curl":  # tests/docs/guides/test_serving_guide.py runs it
         return
