@@ -33,7 +33,7 @@ from megatron.checkpoint import SaveOptions, load_newest, newest_record, read_te
 from megatron.checkpoint.record import Progress, Record
 from megatron.checkpoint.recovery import OpenCheckpoint, only_of_run
 from megatron.config import Machine, RunConfig, TokenizerFacts, check_resume, parse, resolve
-from megatron.config.program_flags import laid_over
+from megatron.config.program_flags import with_overrides
 from megatron.config.schedule import is_done, learning_rate, planned_samples
 from megatron.data.build import build_split_datasets, data_fingerprint, describe
 from megatron.data.loader import BatchOptions, MicroBatches
@@ -188,7 +188,7 @@ def _inspect(folder: Path, rig: Rig) -> None:
 def _sample_tool(folder: Path, rig: Rig) -> None:
     checkpoint = OpenCheckpoint.newest(folder)
     record = checkpoint.record
-    config = laid_over(RunConfig.from_json(record.config), {"data.data_path": rig.config.data.data_path})
+    config = with_overrides(RunConfig.from_json(record.config), {"data.data_path": rig.config.data.data_path})
     order = SampleOrder.of_plan(record.data_plan, config.data)
     samples_of_steps(1, max(1, min(record.progress.step, 100)), config.optim, (), record.progress)
     log.line(f"{order.planned_samples} samples of {order.sequence_length} tokens")

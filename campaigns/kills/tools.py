@@ -26,9 +26,9 @@ from campaigns.campaign import Plan, Result
 from megatron import process_exit
 from megatron.checkpoint.lock import LOCK_NAME
 from megatron.data.formats.indexed_writer import IndexedWriter
-from tests.checkpoint.keeping.checkpoints import save_step
 from tests.checkpoint.made.fake_pieces import make_state
 from tests.checkpoint.made.stored import save_checkpoint
+from tests.checkpoint.retention.checkpoints import save_step
 from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 from tests.trident.convert.foreign.foreign_files import foreign, gpt2_arguments, write_torch_layout

@@ -55,7 +55,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedCheckpoint:
     """A checkpoint that is good as far as it was checked.
 
     Args:
@@ -176,12 +176,12 @@ def load_newest(
     wanted: Callable[[], Wanted],
     mesh: ParallelMesh,
     *,
-    known: Found | None = None,
+    known: LoadedCheckpoint | None = None,
     check: Check | None = None,
     also: Sequence[Path] = (),
     storage: Storage = DISK,
     announce: Announce = log.line,
-) -> Found | None:
+) -> LoadedCheckpoint | None:
     """Loads the newest checkpoint that verifies on every rank; collective over the whole mesh.
 
     Damaged ones are skipped with a warning that says why. None means that there is nothing there at all.
@@ -198,8 +198,10 @@ def load_newest(
     """
     parsed = None if known is None else known.manifest
 
-    def attempt(path: Path) -> Found:
-        return Found(load(path, wanted(), mesh, known=parsed, check=check, storage=storage, announce=announce), path)
+    def attempt(path: Path) -> LoadedCheckpoint:
+        return LoadedCheckpoint(
+            load(path, wanted(), mesh, known=parsed, check=check, storage=storage, announce=announce), path
+        )
 
     return _newest((Path(directory), *also), attempt, mesh, storage, known=known)
 
@@ -211,7 +213,7 @@ def newest_record(
     check: Check | None = None,
     also: Sequence[Path] = (),
     storage: Storage = DISK,
-) -> Found | None:
+) -> LoadedCheckpoint | None:
     """The newest checkpoint whose manifest and file sizes are good; reads no tensors; collective over the whole mesh.
 
     Args:
@@ -225,7 +227,7 @@ def newest_record(
     if check is None:
         check = only_of_run(run_on_first(mesh, lambda: _run_of(Path(directory), storage)), Path(directory))
 
-    def look(path: Path) -> Found:
+    def look(path: Path) -> LoadedCheckpoint:
         def examine() -> Manifest:
             manifest = read_manifest(path, storage)
             check(path, manifest.record)
@@ -233,7 +235,7 @@ def newest_record(
             return manifest
 
         manifest = _same_on_all(mesh, path, run_on_all(mesh, examine))
-        return Found(manifest.record, path, manifest)
+        return LoadedCheckpoint(manifest.record, path, manifest)
 
     return _newest((Path(directory), *also), look, mesh, storage)
 
@@ -318,11 +320,11 @@ def _warn_of_unclaimed(path: Path, manifest: Manifest, claimed: frozenset[str], 
 
 def _newest(
     directories: Sequence[Path],
-    attempt: Callable[[Path], Found],
+    attempt: Callable[[Path], LoadedCheckpoint],
     mesh: ParallelMesh,
     storage: Storage,
-    known: Found | None = None,
-) -> Found | None:
+    known: LoadedCheckpoint | None = None,
+) -> LoadedCheckpoint | None:
     """The first success among the candidates of some directories, which only rank 0 lists.
 
     Args:

@@ -28,7 +28,7 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_shared_memory_build,
 )
 from megatron.engine.ds_config import without_ratio
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan
 from megatron.errors import ConfigError
@@ -67,7 +67,7 @@ def initialize(
     plan: OptimizerPlan[Any],
     mesh: ParallelMesh,
     module: nn.Module,
-    freezing: Freezing,
+    freezing: FreezeSpec,
     tied: Sequence[nn.Parameter] = (),
 ) -> Any:
     """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied`."""
@@ -132,7 +132,7 @@ def build_optimizer(
     plan: OptimizerPlan[Any],
     module: nn.Module,
     mesh: ParallelMesh,
-    freezing: Freezing = EVERYTHING_IS_TRAINED,
+    freezing: FreezeSpec = NOTHING_FROZEN,
     tied: Sequence[nn.Parameter] = (),
     *,
     is_offloaded: bool = False,

@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
@@ -65,7 +65,7 @@ class Engine:
         settings: Mapping[str, Any],
         steps: StepSettings,
         seed: int,
-        freezing: Freezing = EVERYTHING_IS_TRAINED,
+        freezing: FreezeSpec = NOTHING_FROZEN,
         pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
         checks: StepChecks = NO_CHECKS,
     ) -> None:
@@ -100,8 +100,8 @@ class Engine:
             on_device=mesh.device.type == "cuda" and self.view.can_skip,
         )
         self.view.guard(self.gate)
-        self._gradient_figures = self.view.figures(self.layer_names, checks.measures, trained, mesh)
-        self._looks_at_own = checks.looks_at_own
+        self._gradient_stats = self.view.figures(self.layer_names, checks.measures, trained, mesh)
+        self._looks_at_own = checks.locates_nonfinite
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -173,7 +173,7 @@ class Engine:
             micro_batch_size=self.plan.optim.micro_batch_size,
             verdict=verdict,
             loss_scale=self.view.loss_scale(),
-            gradients=self._gradient_figures,
+            gradients=self._gradient_stats,
             finite_check=self._finite_check,
         )
 
@@ -251,8 +251,8 @@ class Engine:
         totals, check = self._losses.totals, self._finite_check
         wrong = None if check is None else check.is_wrong(totals.sums[:1])
         figures = [norm.reshape(1), totals.over_ranks(self.mesh)]
-        if self._gradient_figures is not None:
-            figures.append(self._gradient_figures.measure(self._losses.micro_batches, self.view.loss_scale()))
+        if self._gradient_stats is not None:
+            figures.append(self._gradient_stats.measure(self._losses.micro_batches, self.view.loss_scale()))
         self._step_figures = torch.cat(figures)
         judged = self._step_figures if len(self._step_figures) == 3 else self._step_figures[:3]
         return judged if wrong is None else judged.masked_fill(wrong, math.nan)  # also copies that the norm leaves out

@@ -21,7 +21,7 @@ _SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
-class Freezing:
+class FreezeSpec:
     """The division of a network's parameters into frozen and trained ones.
 
     Attributes:
@@ -37,7 +37,7 @@ class Freezing:
     began_at: Mapping[str, int] = field(default_factory=dict)
     averaged_from: Mapping[str, float] = field(default_factory=dict)
 
-    def as_of(self, update_count: int, weight: float) -> Freezing:
+    def as_of(self, update_count: int, weight: float) -> FreezeSpec:
         """The same for a checkpoint with this many updates, whose iterates count this much in a mean; it may be older
         than the one this was made for.
         """
@@ -46,7 +46,7 @@ class Freezing:
         return dataclasses.replace(self, began_at=counts, averaged_from=weights)
 
 
-EVERYTHING_IS_TRAINED = Freezing()
+NOTHING_FROZEN = FreezeSpec()
 
 
 def is_frozen(parameter: nn.Parameter) -> bool:

@@ -74,7 +74,9 @@ class DeviceBatch:
             length += added
         else:
             segments = getattr(batch, "segment_ids", None) if split.by_document else None
-            places = split.places(length + added, None if segments is None else _padded("segment_ids", segments, added))
+            places = split.positions(
+                length + added, None if segments is None else _padded("segment_ids", segments, added)
+            )
             length = places.shape[1]
 
         def move(name: str, array: np.ndarray) -> torch.Tensor:

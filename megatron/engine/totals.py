@@ -9,7 +9,7 @@ import torch
 
 from megatron import device
 from megatron.engine.gradients.finite_check import FiniteCheck
-from megatron.engine.gradients.gradient_figures import GradientFigures
+from megatron.engine.gradients.gradient_stats import GradientStats
 from megatron.engine.gradients.update_gate import StepVerdict, UpdateDecision
 from megatron.objective.base import Objective, ObjectiveResult, sum_sizes
 from megatron.objective.metric import StepMetrics
@@ -90,7 +90,7 @@ class StepResult:
 
     Args:
         figures: the global 2-norm of the gradient before clipping, then the sums as `StepTotals.over_ranks` returns
-            them, and those of `GradientFigures.measure`. `[3 + sums + gradients]` float64.
+            them, and those of `GradientStats.measure`. `[3 + sums + gradients]` float64.
         objective: names the sums.
         sample_count: samples of the global batch.
         micro_batch_size: samples of a micro-batch.
@@ -109,7 +109,7 @@ class StepResult:
         micro_batch_size: int = 1,
         loss_scale: float | torch.Tensor = 1.0,
         verdict: StepVerdict | None = None,
-        gradients: GradientFigures | None = None,
+        gradients: GradientStats | None = None,
         finite_check: FiniteCheck | None = None,
     ) -> None:
         self.finite_check = finite_check
@@ -138,11 +138,11 @@ class StepResult:
         return self._verdict is not None and self._verdict.decision is UpdateDecision.SPIKE
 
     @property
-    def bad_in_a_row(self) -> int:
+    def consecutive_bad(self) -> int:
         """Number of consecutive steps, this one included, whose update was dropped because loss or norm were not
         finite or a spike; 0 if this step's was not.
         """
-        return 0 if self._verdict is None else self._verdict.bad_in_a_row
+        return 0 if self._verdict is None else self._verdict.consecutive_bad
 
     @property
     def loss(self) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.gradients.gradient_figures import layer_of
+from megatron.engine.gradients.gradient_stats import layer_of
 from megatron.engine.state import owned_pieces
 from megatron.objective.metric import Metric, Reduction, metrics_of
 from megatron.parallel.messages import all_reduce_sum

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import Found, folder_of_step, load_newest, newest_record
+from megatron.checkpoint import LoadedCheckpoint, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
-from megatron.config.program_flags import laid_over
+from megatron.config.program_flags import with_overrides
 from megatron.config.sections.parallel import without_training
 from megatron.engine.pipeline.chunks import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
@@ -32,7 +32,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import EVENLY
-from megatron.parallel.shard_spec import place, shard_spec_of
+from megatron.parallel.shard_spec import annotate, shard_spec_of
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
@@ -109,7 +109,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     record = Record.from_json(newest.record, newest.path)
     config = RunConfig.from_json(record.config)
     layout = without_training(config.parallel, mesh.tp.size, mesh.pp.size)
-    config = laid_over(replace(config, parallel=layout), given)
+    config = with_overrides(replace(config, parallel=layout), given)
     if config.model.bidirectional:
         raise ConfigError(
             f"the checkpoint {newest.path} holds an encoder (--bidirectional, --objective {config.loss.objective}): it "
@@ -164,7 +164,9 @@ def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> torch.dtype:
     return dtype
 
 
-def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
+def load_weights(
+    model: LayerStack, directory: Path, mesh: ParallelMesh, known: LoadedCheckpoint | None = None
+) -> LoadedCheckpoint:
     """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh. Says so on
     standard error: standard output is for the program's results.
 
@@ -204,7 +206,7 @@ def pack_weights(model: nn.Module) -> None:
         if owners[id(weight)] == 1:
             packed_weight = packed(weight)
             if packed_weight is not None:
-                module.weight = place(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
+                module.weight = annotate(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
         elif isinstance(module, OutputHead):
             _pack_shared(module, weight)
 

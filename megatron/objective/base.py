@@ -37,14 +37,14 @@ class ObjectiveResult:
     sample_sum: torch.Tensor | None = None
 
 
-class Companion(Protocol):
+class AuxiliaryNetwork(Protocol):
     """A network that runs beside the one that is trained, without gradients, divided over the same chunks."""
 
     @property
     def output_name(self) -> str:
         """The name under which the objective is given the outputs."""
 
-    def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+    def empty_hidden(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
         """Room for the hidden states between chunks, on the device of a tensor. Shapes: see `StepSettings`."""
 
     def forward(self, chunk: int, hidden: Any, passed: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Teacher:
     """A trained network that stays as it is.
 
     It is split over the tensor-parallel ranks as the network that is trained, and runs as a whole wherever losses are
-    computed, or chunk by chunk on the ranks of a pipeline, as their `Companion`. No engine knows its weights, so
+    computed, or chunk by chunk on the ranks of a pipeline, as their `AuxiliaryNetwork`. No engine knows its weights, so
     nothing of it is optimized, partitioned or saved.
 
     Args:
@@ -45,13 +45,13 @@ class Teacher:
     def output_name(self) -> str:
         return _LOGITS
 
-    def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Companion`."""
+    def empty_hidden(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """See `AuxiliaryNetwork`."""
         return torch.empty(self.steps.hidden_shape(samples, tokens), dtype=self.steps.dtype, device=like.device)
 
     @torch.no_grad()
     def forward(self, chunk: int, hidden: Any, passed: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Companion`; the student's inputs are its own as well."""
+        """See `AuxiliaryNetwork`; the student's inputs are its own as well."""
         layers = None if self.chunks is None else self.chunks[chunk]
         return self.network(hidden, self.steps.context_of(passed), layers)  # type: ignore[no-any-return]
 
@@ -96,7 +96,7 @@ class DistillationObjective:
     temperature: float = 1.0
 
     @property
-    def companion(self) -> Teacher | None:
+    def auxiliary_network(self) -> Teacher | None:
         """The teacher, where chunks of it run beside those of the student."""
         return self.teacher if self.teacher is not None and self.teacher.chunks is not None else None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import Found, find, load, load_newest
+from megatron.checkpoint import LoadedCheckpoint, find, load, load_newest
 from megatron.checkpoint.publish import link_checkpoint, remove_checkpoint, remove_dead_links, sweep, sweep_at_start
 from megatron.checkpoint.storage import Storage
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
@@ -27,7 +27,7 @@ def test_a_folder_moved_aside_is_restored(tmp_path: Path, capsys: pytest.Capture
     path = save_state(tmp_path, 3, seed=1)
     aside = path.rename(tmp_path / ".old-iter_0000003-0123456789abcdef")
     (tmp_path / ".tmp-iter_0000003-0123456789abcdef").mkdir()
-    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == Found(RECORD, aside)
+    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == LoadedCheckpoint(RECORD, aside)
     save_state(tmp_path, 4)
     assert [candidate.path.name for candidate in find(tmp_path)] == ["iter_0000004", "iter_0000003"]
     assert "moving" in capsys.readouterr().err

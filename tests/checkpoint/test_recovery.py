@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint import (
     DamagedError,
-    Found,
+    LoadedCheckpoint,
     SaveOptions,
     find,
     load,
@@ -101,7 +101,7 @@ def test_the_newest_valid_checkpoint_is_used_regardless_of_the_latest_file(
     assert [candidate.step for candidate in find(tmp_path)] == [10_000_001, 2, 1]
     sink = whole_sink(make_state(seed=10_000_001))
     found = load_newest(tmp_path, sink.wanted, MESH)
-    assert found == Found(RECORD, tmp_path / "iter_10000001")
+    assert found == LoadedCheckpoint(RECORD, tmp_path / "iter_10000001")
     sink.check()
     output = capsys.readouterr()
     assert "says '2'; ignoring it" in output.err
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path: Path, capsys: 
     content[-5] ^= 1
     (path / "pieces_00000.safetensors").write_bytes(content)
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
     text = capsys.readouterr().err
     assert f"skipping checkpoint {path}" in text
@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path: Path, capsys: 
     assert "older than 1 damaged" in text
     with pytest.raises(DamagedError, match=r"pieces_00000.safetensors is damaged between bytes \d+ and \d+"):
         verify(path)
-    assert newest_record(tmp_path, MESH) == Found(RECORD, path)  # sizes are right: only a load can tell
+    assert newest_record(tmp_path, MESH) == LoadedCheckpoint(RECORD, path)  # sizes are right: only a load can tell
 
 
 def test_what_was_passed_over_before_is_passed_over_in_silence(
@@ -196,7 +196,7 @@ def test_a_found_checkpoint_may_disappear(tmp_path: Path) -> None:
     found = newest_record(tmp_path, MESH)
     shutil.rmtree(path)
     sink = whole_sink(make_state())
-    assert load_newest(tmp_path, sink.wanted, MESH, known=found) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH, known=found) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
 
 
@@ -209,7 +209,9 @@ def test_symbolic_links_are_not_followed(tmp_path: Path, capsys: pytest.CaptureF
     text = capsys.readouterr().err
     assert "holds symbolic links (iter_0000005, iter_0000007), which are not followed" in text
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path / "run", sink.wanted, MESH) == Found(RECORD, tmp_path / "run" / "iter_0000001")
+    assert load_newest(tmp_path / "run", sink.wanted, MESH) == LoadedCheckpoint(
+        RECORD, tmp_path / "run" / "iter_0000001"
+    )
     sink.check()
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "iter_0000005").symlink_to(elsewhere)
@@ -234,7 +236,7 @@ def test_a_hostile_hint_is_ignored(tmp_path: Path, kind: str, capsys: pytest.Cap
     else:
         hint.write_bytes(b"\xff\x1b]0;owned\x07\n7")
     sink = whole_sink(make_state(seed=2))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000002")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000002")
     text = capsys.readouterr().err
     assert "\x1b" not in text
     assert ("ignoring it" in text) is (kind in ("large", "bytes"))
@@ -265,7 +267,7 @@ def test_a_checkpoint_with_values_that_are_not_finite_is_passed_over(
         load(path, [(key, touched.append) for key, _ in whole_sink(state).expected], MESH)
     assert not touched
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
     assert f"skipping checkpoint {path}: " in capsys.readouterr().err
     assert verify(path).step == 2  # its bytes are those that were written
@@ -283,6 +285,6 @@ def test_a_checkpoint_with_missing_pieces_is_passed_over(tmp_path: Path, capsys:
     with pytest.raises(DamagedError, match=r"iter_0000002/manifest.json is not whole: tensor .* Use another"):
         verify(path)
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
     assert "is not whole: tensor" in capsys.readouterr().err

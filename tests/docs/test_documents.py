@@ -22,7 +22,7 @@ RUN_BY = {
     "docs/data.md": "docs/guides/test_data_guide.py",
     "docs/distillation.md": "docs/guides/test_distillation_guide.py",
     "docs/evaluation.md": "docs/guides/test_evaluation_guide.py",
-    "docs/evaluation_harness.md": "evaluate/harness/test_running.py",
+    "docs/evaluation_harness.md": "trident/evaluate/harness/test_running.py",
     "docs/finetuning.md": "docs/guides/test_finetuning_guide.py",
     "docs/foreign_checkpoints.md": "docs/guides/test_foreign_guide.py",
     "docs/generation.md": "docs/guides/test_generation_guide.py",

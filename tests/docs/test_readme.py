@@ -96,8 +96,10 @@ def check(command: list[str]) -> None:
             parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if word == "train_on_text.py":
-            own, others = read_program(OwnTextFlags, rest, word, "", unnamed="--text")
-            parse(["--model-preset", own.model_preset or "laptop", *own.words(), *others], program=own.program)
+            own, others = read_program(OwnTextFlags, rest, word, "", positional="--text")
+            parse(
+                ["--model-preset", own.model_preset or "laptop", *own.trainer_arguments(), *others], program=own.program
+            )
             return
         if word.endswith("pretrain_bert.py"):
             if "--config" in rest:
@@ -142,7 +144,7 @@ def check_tool(path: str, words: list[str]) -> None:
     if issubclass(flags, PlanFlags):  # it takes the trainer's flags for a plan, and not for a schedule
         own, others = read_program(flags, words, path, "")
         if own.devices is not None:
-            read_planned([*own.words(), *others])
+            read_planned([*own.trainer_arguments(), *others])
         else:
             assert not others
         return

@@ -23,6 +23,7 @@ def test_tensors_hash_as_integers_do() -> None:
     assert mix_32(torch.tensor([1], dtype=torch.int32)).tolist() == [0x514E28B7]  # murmur3's finalizer of 1
 
 
+@pytest.mark.full
 def test_compiled_programs_hash_to_the_same_bits(compiled: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     generator = torch.Generator().manual_seed(1)

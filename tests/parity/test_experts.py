@@ -115,6 +115,7 @@ def test_one_process_reports_its_routing(plain: Curve) -> None:
     assert plain[-1]["loss"] < plain[0]["loss"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_like_one_process(name: str, plain: Curve, folder: Path) -> None:
     layout, stages, extra = LAYOUTS[name]

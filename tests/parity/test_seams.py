@@ -32,7 +32,7 @@ from megatron.objective.base import ObjectiveResult
 from megatron.objective.metric import MetricSpec
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import AxisSize, ParallelMesh, build_mesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 from megatron.parallel.tensor.norms import LayerNorm
 from tests.helpers.ranks import run_ranks
@@ -94,8 +94,8 @@ class ToyInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         spec = ShardSpec((Dimension("out", WIDTH), Dimension("in", WIDTH)), is_matrix=True, init_std=0.4)
-        self.weight = place(nn.Parameter(torch.zeros(WIDTH, WIDTH)), spec)
-        self.bias = place(nn.Parameter(torch.zeros(WIDTH)), ShardSpec.vector(WIDTH))
+        self.weight = annotate(nn.Parameter(torch.zeros(WIDTH, WIDTH)), spec)
+        self.bias = annotate(nn.Parameter(torch.zeros(WIDTH)), ShardSpec.vector(WIDTH))
 
     def forward(self, vectors: torch.Tensor, context: StepContext) -> torch.Tensor:
         return F.linear(vectors, self.weight, self.bias)
@@ -111,8 +111,8 @@ class ToyExperts(nn.Module):
         into = ShardSpec((experts, inner, Dimension("hidden", WIDTH)), is_matrix=True, init_std=0.3)
         back = ShardSpec((experts, Dimension("hidden", WIDTH), inner), is_matrix=True, init_std=0.2)
         self.norm = LayerNorm(WIDTH, 1e-5)
-        self.weight_in = place(nn.Parameter(torch.zeros(into.local_shape)), into)
-        self.weight_out = place(nn.Parameter(torch.zeros(back.local_shape)), back)
+        self.weight_in = annotate(nn.Parameter(torch.zeros(into.local_shape)), into)
+        self.weight_out = annotate(nn.Parameter(torch.zeros(back.local_shape)), back)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         loss = BALANCE * hidden.square().mean()
@@ -129,7 +129,7 @@ class ToyHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         spec = ShardSpec((Dimension("out", 1), Dimension("in", WIDTH)), is_matrix=True, init_std=0.4)
-        self.weight = place(nn.Parameter(torch.zeros(1, WIDTH)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(1, WIDTH)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         return F.linear(hidden, self.weight)
@@ -227,6 +227,7 @@ def test_the_toy_learns_and_is_clipped(plain: list[tuple[float, ...]]) -> None:
     assert 0 < plain[-1][2] < RECIPE.global_batch_size * 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
 def test_every_layout_trains_like_one_process_and_its_checkpoint_loads_elsewhere(
     name: str, plain: list[tuple[float, ...]], folder: Path

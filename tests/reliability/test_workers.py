@@ -121,8 +121,8 @@ def test_without_a_thread_training_reads_on_demand_and_ends_the_same(corpus: Tin
         flags = corpus.flags(run_dir=tmp_path / name / "run", eval_interval=2, eval_iters=2)
         ((code, text, told[name]),) = run_ranks(train_with_fault, 1, flags, corpus, damage, True)
         assert code == 0, text
-    assert "no thread could be started" not in told["ahead"]
-    assert told["on demand"].count("no thread could be started") == 1
+    assert "the read-ahead thread could not be started" not in told["ahead"]
+    assert told["on demand"].count("the read-ahead thread could not be started") == 1
     ahead, on_demand = (
         {step: record["lm_loss"] for step, record in read_steps(tmp_path / name / "run").items()} for name in told
     )

@@ -12,9 +12,9 @@ from megatron.checkpoint import CheckpointLock, verify
 from megatron.checkpoint.storage import DISK, Storage, write_file
 from megatron.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
-from tests.checkpoint.keeping.checkpoints import MESH, OTHER_RUN, RUN, hidden, save_step, steps
 from tests.checkpoint.made.fake_pieces import make_state
 from tests.checkpoint.made.stored import save_checkpoint
+from tests.checkpoint.retention.checkpoints import MESH, OTHER_RUN, RUN, hidden, save_step, steps
 from tools import checkpoints
 
 
@@ -102,7 +102,7 @@ def test_what_need_not_be_kept_is_deleted(tmp_path: Path, capsys: pytest.Capture
     assert checkpoints.main(words) == 0
     output = capsys.readouterr()
     assert output.out.count("deleted ") == 3  # the one that a dead save had moved aside, too
-    assert f"iter_0000009 is of another run ({OTHER_RUN}) and is not deleted" in output.err
+    assert f"iter_0000009 belongs to another run ({OTHER_RUN}) and is not deleted" in output.err
     assert steps(tmp_path) == [3, 4, 6, 7, 9] and not hidden(tmp_path)
     assert checkpoints.main(words) == 0
     assert capsys.readouterr().out == "every checkpoint is kept\n"
@@ -130,7 +130,7 @@ def test_nothing_is_deleted_for_a_newest_one_that_is_damaged(tmp_path: Path) -> 
     assert checkpoints.main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert steps(tmp_path) == [2, 3]
     damage(tmp_path / "iter_0000002")
-    with pytest.raises(CheckpointError, match="is whole and of its run, so none is deleted"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of this run in .*, so none is deleted"):
         checkpoints.main(["prune", str(tmp_path), "--keep-last", "1"])
     with pytest.raises(CheckpointError, match=r"iter_0000002 is one checkpoint. Give the folder that holds it"):
         checkpoints.main(["prune", str(tmp_path / "iter_0000002"), "--keep-last", "1"])

@@ -33,25 +33,25 @@ def show_plan(argv: Sequence[str], program: Program) -> ExitCode:
     return ExitCode.DONE
 
 
-def checked_rehearsal(argv: Sequence[str], program: Program) -> tuple[RunConfig, int, LayoutEstimate]:
-    """What `--dry-run-ranks` is to walk: the run, its ranks, and what the planner says of it.
+def checked_dry_run(argv: Sequence[str], program: Program) -> tuple[RunConfig, int, LayoutEstimate]:
+    """Returns the run that `--dry-run-ranks` simulates, its world size, and the planner's estimate.
 
     Raises:
-        ConfigError: the command line is wrong, or cannot be walked.
+        ConfigError: the command line is wrong, or cannot be simulated.
     """
     _, request = read_planned(argv, program)
     size = request.planning.dry_run_ranks or 1
     vocabulary = request.model.vocab_size or USUAL_VOCABULARY
     facts = TokenizerFacts(vocabulary, vocabulary - 1, "")
     config = resolve(request, Machine("cuda", size, supports_fp16=True, supports_bf16=True, supports_fp8=True), facts)
-    problems = [*rehearsal_problems(config), *schedule_problems(request, size)]
+    problems = [*dry_run_problems(config), *schedule_problems(request, size)]
     if problems:
         raise ConfigError(problems)
     return config, size, estimate(job_of(request, cluster_of(request, size)), layout_of(request, size))
 
 
-def rehearsal_problems(config: RunConfig) -> Iterator[str]:
-    """What cannot be walked."""
+def dry_run_problems(config: RunConfig) -> Iterator[str]:
+    """Settings that cannot be simulated."""
     parallel, model = config.parallel, config.model
     if parallel.effective_zero_stage == 3:
         yield (

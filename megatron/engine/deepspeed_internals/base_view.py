@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.engine.gradients.gradient_figures import GradientFigures
+from megatron.engine.gradients.gradient_stats import GradientStats
 from megatron.engine.gradients.gradient_sum import Look, Partial, Tied, sum_in_backward
 from megatron.engine.gradients.loss_scale import LossScale, ScaleRule
 from megatron.engine.gradients.update_gate import UpdateGate
@@ -100,7 +100,7 @@ class OptimizerView(ABC):
 
     def figures(
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
-    ) -> GradientFigures | None:
+    ) -> GradientStats | None:
         """Measures the gradients of each step; None if nothing is asked for, or they are not here."""
         return None
 

@@ -30,8 +30,8 @@ from megatron.engine.deepspeed_internals.experts import is_expert
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_stats import GradientStats
 from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
@@ -80,9 +80,9 @@ class OwningView(GradientOwner, OptimizerView):
 
     def figures(
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
-    ) -> GradientFigures | None:
+    ) -> GradientStats | None:
         matrices = (each for each in trained if is_measured(each) and has_whole_gradient(each))
-        return GradientFigures(layers, measures, self._sum, matrices, mesh) if measures else None
+        return GradientStats(layers, measures, self._sum, matrices, mesh) if measures else None
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """The sums, what backward left, and what the optimizer reads."""
@@ -254,7 +254,7 @@ class SubGroupView(OptimizerView):
 
         def settled_step(*arguments: Any, **options: Any) -> None:
             step(*arguments, **options)
-            if gate.is_left_behind():
+            if gate.missed_update():
                 self.refresh_weights()
 
         self.optimizer.step = lambda *_: update() if gate.may_update() else None  # type: ignore[method-assign, assignment]

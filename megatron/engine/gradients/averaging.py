@@ -48,7 +48,7 @@ class Averaging:
             return gradients
         return self._received(all_reduce_sum(self._to_send(gradients), self.axis))
 
-    def average_own_part(self, gradients: torch.Tensor) -> None:
+    def average_local_part(self, gradients: torch.Tensor) -> None:
         """Averages in place what falls to this rank if the ranks divide the gradients; collective.
 
         The rest is not defined afterwards.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from megatron.engine.gradients.gradient_figures import layer_of
+from megatron.engine.gradients.gradient_stats import layer_of
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_gather_json
 

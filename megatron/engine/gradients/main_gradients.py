@@ -121,7 +121,7 @@ class MainGradients(FlatGradients):
             return
         self._zero_missing()
         for buffer, averaging in zip(self._buffers, self._averagings, strict=True):
-            averaging.average_own_part(buffer)
+            averaging.average_local_part(buffer)
 
     def _zero_missing(self) -> None:
         if not self._written:

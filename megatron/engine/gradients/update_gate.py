@@ -45,14 +45,13 @@ class StepChecks:
 
     Attributes:
         skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
-        measures: what is measured of gradients, see `GradientFigures`.
-        looks_at_own: whether each rank looks for NaN and infinity in its loss and gradients before they are summed over
-            ranks.
+        measures: what is measured of gradients, see `GradientStats`.
+        locates_nonfinite: each rank checks its own loss and gradients for NaN and infinity before they are reduced.
     """
 
     skip_spikes: float | None = None
     measures: Collection[str] = ()
-    looks_at_own: bool = False
+    locates_nonfinite: bool = False
 
 
 NO_CHECKS = StepChecks()
@@ -121,7 +120,7 @@ class StepVerdict:
         return self.decision is UpdateDecision.OVERFLOW
 
     @property
-    def bad_in_a_row(self) -> int:
+    def consecutive_bad(self) -> int:
         """How many steps in a row were dropped, this one included; 0 if it was not.
 
         An overflow in fp16, and a step without a counted token, are not among them, and do not end the row either.
@@ -201,7 +200,7 @@ class UpdateGate:
         return int(self._is_on_device)
 
     @property
-    def has_open_row(self) -> bool:
+    def in_bad_streak(self) -> bool:
         """Whether no good step has followed the last bad one, so that the weights may be to blame."""
         self.settle()
         return self._bad_steps > 0
@@ -277,7 +276,7 @@ class UpdateGate:
             return self._skip == 0
         return torch.full((), not self.verdict.is_dropped, device=self._mesh.device)
 
-    def is_left_behind(self) -> bool:
+    def missed_update(self) -> bool:
         """Whether this rank's optimizer dropped a step that others were about to apply; collective if `may_update` was
         not called in it: DeepSpeed's optimizer may have dropped the step already, and that on some ranks only.
         """

@@ -87,7 +87,7 @@ class SequenceSplit:
             segment_ids = np.zeros((1, length), np.int64)
         return np.stack([balanced_parts(_visible_tokens(row, self.window), ranks) for row in segment_ids])
 
-    def places(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
+    def positions(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
         """The places of this rank's tokens. Shapes: as of `parts`; result int64 `[b or 1, s/size]`."""
         part = self.parts(length, segment_ids)[:, self.ring.rank]
         return np.split(part, self.ulysses.size, axis=1)[self.ulysses.rank]

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpoint import (
     DamagedError,
-    Found,
+    LoadedCheckpoint,
     SaveOptions,
     load,
     load_newest,
@@ -155,7 +155,7 @@ def test_every_mutation_is_detected_before_a_tensor_is_modified(
         assert not touched
         if trial % 10 == 0:
             sink = whole_sink(STATE)
-            assert load_newest(tmp_path, sink.wanted, MESH) == Found(
+            assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(
                 {"progress": {"step": 1}}, tmp_path / "iter_0000001"
             )
             sink.check()

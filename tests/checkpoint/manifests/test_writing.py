@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import load, verify
-from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.manifests.reading import read_index
 from megatron.checkpoint.manifests.writing import manifest_texts
+from megatron.checkpoint.retention.copying import copy_checkpoint
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink

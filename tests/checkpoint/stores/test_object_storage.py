@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import newest_record
-from megatron.checkpoint.keeping import copying
-from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.object_storage import ObjectStorage
 from megatron.checkpoint.publish import remove_checkpoint
 from megatron.checkpoint.recovery import find
+from megatron.checkpoint.retention import copying
+from megatron.checkpoint.retention.copying import copy_checkpoint
 from megatron.checkpoint.storage import DISK, read_head, write_file
 from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from tests.checkpoint.keeping.checkpoints import MESH, loaded_seed, save_step
+from tests.checkpoint.retention.checkpoints import MESH, loaded_seed, save_step
 from tests.helpers.tiny_run import train, write_tiny_corpus
 from tools import checkpoints
 

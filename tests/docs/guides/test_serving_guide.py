@@ -38,7 +38,7 @@ def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-4000:]
     assert '{"input":"Hello","response":' in finished.stdout and finished.stdout.count("data: [DONE]") == 1
     assert '"object":"text_completion"' in finished.stdout and "megatron_requests_total" in finished.stdout
-    assert "stopping: no request" in finished.stderr
+    assert "stopping: no requests" in finished.stderr
 
 
 def with_free_port(text: str) -> str:

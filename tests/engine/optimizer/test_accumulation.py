@@ -91,6 +91,7 @@ def test_bfloat16_accumulation_would_be_noticed(gradients: tuple[torch.Tensor, t
 RANKS_AND_STAGES = [(1, 1), (2, 2), (2, 3), (1, 2), (1, 3)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", sampled(RANKS_AND_STAGES, RANKS_AND_STAGES[:3]))
 def test_every_stage_accumulates_in_float32(
     layout: tuple[int, int], gradients: tuple[torch.Tensor, torch.Tensor]

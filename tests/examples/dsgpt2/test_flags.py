@@ -37,7 +37,7 @@ def vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def request(line: str) -> RunRequest:
     """What the trainer is asked for."""
     flags, words = read_program(DsGpt2Flags, line.split(), "ds_trainer.py", "")
-    return parse([*flags.words(), *words], program=flags.program)
+    return parse([*flags.trainer_arguments(), *words], program=flags.program)
 
 
 def test_pretraining() -> None:

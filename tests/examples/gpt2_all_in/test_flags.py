@@ -147,19 +147,19 @@ def test_a_file_that_is_not_there_is_named() -> None:
     with pytest.raises(
         ConfigError, match=r"--config tpu.json is neither in this folder nor in .*configs, which has cpu.json"
     ):
-        AllInOneFlags(config="tpu.json").words()
+        AllInOneFlags(config="tpu.json").trainer_arguments()
 
 
 def test_a_run_goes_on_in_its_folder_wherever_that_is(tmp_path: Path) -> None:
     run = tmp_path / "jolly_noether-26112211"
     with pytest.raises(ConfigError, match=f"--resume {run} is not the folder of a run"):
-        AllInOneFlags(resume=str(run)).words()
+        AllInOneFlags(resume=str(run)).trainer_arguments()
     run.mkdir()
     (run / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="is not a run of train.py: it holds no ckpt"):
-        AllInOneFlags(resume=str(run)).words()
+        AllInOneFlags(resume=str(run)).trainer_arguments()
     (run / "ckpt").mkdir()
-    words = AllInOneFlags(resume=str(run)).words()
+    words = AllInOneFlags(resume=str(run)).trainer_arguments()
     pairs = dict(zip(words[::2], words[1::2], strict=True))
     assert pairs["--load"] == pairs["--save"] == str(run / "ckpt") and pairs["--config"] == str(run / "config.json")
 

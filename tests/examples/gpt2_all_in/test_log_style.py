@@ -5,13 +5,13 @@ from __future__ import annotations
 from examples.gpt2_all_in import log_style
 from megatron.checkpoint.record import Progress
 from megatron.config import ReportConfig
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from megatron.observe.destinations.tensorboard import evaluation_scalars, step_scalars
 from tests.train.samples import WORKLOAD, metrics
 
 
 def test_the_line_of_a_step() -> None:
-    line = log_style.iteration_lines(metrics(), Moment(step=7, train_iterations=20))
+    line = log_style.iteration_lines(metrics(), LogPosition(step=7, train_iterations=20))
     assert line == ["Step: 7 | Loss: 9.877"]
 
 

@@ -34,7 +34,7 @@ def read(*words: str, cls: type[Any] = HelloDeepSpeedFlags) -> tuple[Any, list[s
 def request_of(*words: str, cls: type[Any] = HelloDeepSpeedFlags) -> Any:
     """What the trainer is asked for."""
     own, more = read(*words, cls=cls)
-    return parse([*own.words(), *more], program=own.program)
+    return parse([*own.trainer_arguments(), *more], program=own.program)
 
 
 def test_every_flag_of_the_program_is_known() -> None:
@@ -114,7 +114,7 @@ def test_an_experiment_is_continued_with_its_own_flags(experiment: Path, asked: 
     own = continued(read("--load_checkpoint_dir", str(experiment), "--log_every", "1", *asked)[0])
     assert (own.h_dim, own.dataset, own.log_every, own.num_iterations) == (32, "a.txt", 1, expected)
     assert own.prepared == read("--checkpoint_dir", str(experiment.parent), "--dataset", "a.txt")[0].prepared
-    request = parse(own.words(), program=own.program)
+    request = parse(own.trainer_arguments(), program=own.program)
     assert request.loading.load == request.saving.save == str(experiment / "checkpoints")
     assert request.report.run_dir == str(experiment)
 

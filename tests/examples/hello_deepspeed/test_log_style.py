@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.hello_deepspeed import log_style
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from tests.train.samples import metrics
 
 
 def test_a_line_is_the_loss() -> None:
-    assert log_style.iteration_lines(metrics(lm_loss=8.01872), Moment(10, 100)) == ["Loss: 8.0187"]
-    assert log_style.evaluation_lines("valid", "iteration 10", 2.5, Moment(10, 100)) == [
+    assert log_style.iteration_lines(metrics(lm_loss=8.01872), LogPosition(10, 100)) == ["Loss: 8.0187"]
+    assert log_style.evaluation_lines("valid", "iteration 10", 2.5, LogPosition(10, 100)) == [
         "valid loss at iteration 10: 2.5000"
     ]
 

@@ -20,7 +20,7 @@ PUBLISHED = """--model-config-name "gpt2" --train-dataset-paths "dataset/wikitex
 
 def read(line: str) -> RunRequest:
     own, words = read_program(JaxLmFlags, shlex.split(line), "train_lm.py", "Trains.")
-    return parse([*own.words(), *words], program=own.program)
+    return parse([*own.trainer_arguments(), *words], program=own.program)
 
 
 def test_the_published_command() -> None:

@@ -40,6 +40,7 @@ def steps(engine: GenerationEngine, count: int = 10_000) -> dict[str, list[int |
     return found
 
 
+@pytest.mark.sampled(4)
 @EACH
 def test_a_text_does_not_depend_on_the_batch(changes: dict[str, Any]) -> None:
     loaded = load(changes)

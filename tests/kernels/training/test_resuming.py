@@ -54,6 +54,7 @@ def train(rank: int, layout: tuple[int, int, int], folder: str, kernels_at: str)
     return curves
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 1)])
 def test_curves_do_not_depend_on_the_implementation(
     compiled: Library, layout: tuple[int, int, int], tmp_path: Path

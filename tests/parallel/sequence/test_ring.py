@@ -90,7 +90,7 @@ def attend(
         bounds = {"by_document": case.documents, "window": case.window}
         split = SequenceSplit.of(mesh, causal=not case.bidirectional, **bounds)  # type: ignore[arg-type]
         assert split is not None
-        places = torch.from_numpy(split.places(LENGTH, segments.numpy())).expand(BATCH, -1)
+        places = torch.from_numpy(split.positions(LENGTH, segments.numpy())).expand(BATCH, -1)
         query, key, value = (_at(part, places).requires_grad_() for part in states)
         slopes = own_heads(case.slopes, split.ulysses)
         form = PartialAttention(SCALE, case.softcap, case.explicit)

@@ -52,7 +52,7 @@ def attend(rank: int) -> dict[int, list[list[torch.Tensor]]]:
         mesh = open_mesh(ParallelRequest(ds_sequence_parallel_size=ranks))
         split = SequenceSplit.of(mesh, causal=True, by_document=False)
         assert split is not None
-        own = torch.from_numpy(split.places(LENGTH)[0])
+        own = torch.from_numpy(split.positions(LENGTH)[0])
         results[ranks] = []
         for name, groups in CASES:
             parts = [part[:, :, own].clone().requires_grad_() for part in states(groups)]

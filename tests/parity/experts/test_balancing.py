@@ -153,6 +153,7 @@ def test_a_loss_within_micro_batches_does(plain: dict[tuple[str, int], Course]) 
     assert small["norm"] != pytest.approx(large["norm"], rel=1.0e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cases", sampled([FEW, ALL], [FEW]), ids=["few", "all"])
 def test_every_layout_trains_like_one_process(
     cases: list[tuple[str, str]], plain: dict[tuple[str, int], Course], tmp_path: Path

@@ -112,6 +112,7 @@ def train(rank: int, cases: Sequence[Case], world_size: int) -> list[tuple[Curve
 SETS = {"few": (RANKS, FEW), "all": (RANKS, ALL), "eight ranks": (2 * RANKS, EIGHT)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(SETS, ["few"]))
 def test_experts_on_other_ranks_train_like_one_process(name: str) -> None:
     ranks, cases = SETS[name]
@@ -135,6 +136,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.full
 def test_other_routing_is_that_of_one_process() -> None:
     alone = run_ranks(train, 1, OTHERS, 1)[0]
     for of_rank in run_ranks(train, RANKS, OTHERS, RANKS, timeout_seconds=200):
@@ -166,6 +168,7 @@ def save_and_continue(rank: int, folder: str) -> list[Curve]:
     return curves
 
 
+@pytest.mark.full
 def test_a_checkpoint_loads_to_the_bit_on_any_number_of_expert_ranks(tmp_path: Path) -> None:
     for curves in run_ranks(save_and_continue, RANKS, str(tmp_path), timeout_seconds=200):
         for curve in curves[1:]:

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint import load, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec
 from megatron.engine.state import owned_bytes, owned_pieces, refresh_weights, wanted_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import Kind, PieceKey
@@ -25,7 +25,7 @@ DECAY = 0.8
 Pieces = dict[tuple[str, Kind], torch.Tensor]
 
 
-def engine_of(stage: int, *flags: str, freezing: Freezing = EVERYTHING_IS_TRAINED) -> tuple[Engine, RunConfig]:
+def engine_of(stage: int, *flags: str, freezing: FreezeSpec = NOTHING_FROZEN) -> tuple[Engine, RunConfig]:
     """An engine in one process."""
     config = layout_config(RECIPE, (1, 1, 1), stage, list(flags))
     return build_engine(config, open_mesh(config.parallel), freezing), config
@@ -144,7 +144,7 @@ def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> No
 
         # a resume with a parameter that was frozen until then: only what it was trained with counts
         rate, name = RECIPE.learning_rate**2, "decoder.final_layernorm.weight"
-        thawed = Freezing(frozenset(), frozenset({name}), {name: 2}, {name: record["weight"]})
+        thawed = FreezeSpec(frozenset(), frozenset({name}), {name: 2}, {name: record["weight"]})
         partly, _ = engine_of(stage, *flags, freezing=thawed)
         load(place / "iter_0000002", wanted_pieces(partly), partly.mesh)
         refresh_weights(partly, 2, averaging_weight=record["weight"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config.objective.masking import DOCUMENTS, MaskingConfig
-from megatron.data.datasets.masked.hiding import hide_tokens, sample_numbers
+from megatron.data.datasets.masked.masking import mask_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from tests.seeds.hello_deepspeed.runs import Alone, newest, steps
 
@@ -37,7 +37,7 @@ def counts(vocabulary: MaskedVocabulary) -> dict[str, float]:
     found = {"hidden": 0, "mask": 0, "random": 0, "shown": 0}
     for sample in range(SAMPLES):
         numbers = sample_numbers(1234, sample, TOKENS)
-        seen, hidden = hide_tokens(text, np.ones(TOKENS, np.bool_), TOKENS, rules, vocabulary, numbers)
+        seen, hidden = mask_tokens(text, np.ones(TOKENS, np.bool_), TOKENS, rules, vocabulary, numbers)
         assert not hidden[~words].any() and (seen[~hidden] == text[~hidden]).all()
         found["hidden"] += int(hidden.sum())
         found["mask"] += int((seen[hidden] == MASK).sum())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import Found, save
+from megatron.checkpoint import LoadedCheckpoint, save
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import LoadingConfig
 from megatron.engine.gradients.update_gate import UpdateGate
@@ -36,7 +36,7 @@ def saved(folder: Path, step: int = 4, **changes: Any) -> Path:
 
 def saved_run(record: Record = RECORD) -> SavedRun:
     """The saved run found for a given record."""
-    return SavedRun(record, Found(record.to_json(), Path("c")))
+    return SavedRun(record, LoadedCheckpoint(record.to_json(), Path("c")))
 
 
 def test_from_scratch_ignores_checkpoints(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("flags", "world_size", "rank"), CASES.values(), ids=CASES)
 def test_the_closed_form_is_within_a_tenth_of_what_is_counted(
     flags: tuple[str, ...], world_size: int, rank: int

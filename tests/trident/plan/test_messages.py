@@ -1,4 +1,4 @@
-"""What a plan says that ranks send, beside what a walk through the code of a step records."""
+"""Planned messages compared with those that the simulation of a rank records."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import pytest
 
 from megatron.config import Machine, TokenizerFacts, parse, resolve
+from trident.plan.dry_run.programs import RankProgram
+from trident.plan.dry_run.rank_simulation import simulate_rank
+from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage
 from trident.plan.layouts import costs_of_schedule
 from trident.plan.messages import sent_in_step
-from trident.plan.rehearsal.programs import RankProgram
-from trident.plan.rehearsal.recording import RECEIVE, SEND, RankMessage
-from trident.plan.rehearsal.walking import walk
 from trident.plan.requests import cluster_of, job_of, layout_of, read_planned
 
 NETWORK = (
@@ -129,7 +129,7 @@ def test_every_axis_sends_what_is_planned(flags: str, size: int) -> None:
     for stage in range(layout.pp):
         planned = sent_in_step(job, layout, placement, stage)
         planned["dp"] += planned.pop("dp of experts")
-        sent = walked(walk(config, stage * size // layout.pp, size, [16])[0])
+        sent = walked(simulate_rank(config, stage * size // layout.pp, size, [16])[0])
         assert {axis: count for axis, count in planned.items() if count} == pytest.approx(
             {axis: count for axis, count in sent.items() if count}, rel=0.1
         )

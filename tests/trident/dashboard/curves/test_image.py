@@ -47,7 +47,7 @@ def test_a_curve_that_another_hides_is_a_wide_band_below_it(tmp_path: Path) -> N
 
 
 def test_an_unknown_extension_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"loss.doc has no extension of an image format.*\.png"):
+    with pytest.raises(ConfigError, match=r"loss.doc has no known image extension.*\.png"):
         check_plot_path(tmp_path / "loss.doc")
 
 
