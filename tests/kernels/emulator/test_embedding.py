@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.simt import emulator
+from csrc.emulator import emulator
 
 CHUNK = 64
 # rows of the shard, columns, ids, first row, shift behind a boundary

@@ -13,7 +13,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from tests.kernels.simt.harness import builds
+from csrc.emulator.harness import builds
 
 NOTES = "kernels.gcno"
 COUNTS = "kernels.gcda"

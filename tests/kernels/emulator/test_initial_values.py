@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
+from csrc.emulator import emulator
 from megatron.kernels.initial_values import Distribution, WeightDraw, draw_
-from tests.kernels.simt import emulator
 
 BASE = 0x9E3779B97F4A7C15
 # shape, start, box, first element, count

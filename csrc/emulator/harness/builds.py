@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 SIMT = Path(__file__).resolve().parents[1]
 OPERATIONS = ROOT / "csrc" / "ops"
 OBJECT = "kernels.o"

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from csrc.emulator import emulator
 from megatron.kernels.attention.softmax import scaled_softmax
 from megatron.kernels.dropout_add import Dropout
 from megatron.kernels.hashing import signed
 from megatron.processor import cpu_features
-from tests.kernels.simt import emulator
 
 SCALE = 0.37
 COLUMN_BASE = 0x9E3779B97F4A7C15

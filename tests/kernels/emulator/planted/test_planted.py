@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.simt import emulator
+from csrc.emulator import emulator
 
-SOURCE = Path(__file__).with_name("planted.cu")
+SOURCE = Path(__file__).resolve().parents[4] / "csrc/emulator/planted/planted.cu"
 THREADS = 64
 ENDLESS = 27
 

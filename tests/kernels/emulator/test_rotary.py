@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from csrc.emulator import emulator
 from megatron.kernels.rotary import rotate
-from tests.kernels.simt import emulator
 
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # (b, s, groups, queries of a group, d), pairs, whether cosines are float32, which buffers begin one element late

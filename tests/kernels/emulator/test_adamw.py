@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.simt import emulator
-from tests.kernels.simt.emulator import Buffer, Run
+from csrc.emulator import emulator
+from csrc.emulator.emulator import Buffer, Run
 
 CHUNK = 1 << 16
 BETAS, RATE, EPS, DECAY = (0.9, 0.95), 2.0**-8, 1e-8, 0.1

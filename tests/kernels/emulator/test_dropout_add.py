@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from csrc.emulator import emulator
 from megatron.kernels.dropout_add import Dropout, dropout_add
-from tests.kernels.simt import emulator
 
 BASE = 0x1234567890ABCDEF
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from csrc.emulator.harness import builds
 from megatron.processor import cpu_features
-from tests.kernels.simt.harness import builds
 
 
 # The binding that sorts, allocates and launches twice; the program takes others, which compile for 10 s each.
@@ -16,6 +16,6 @@ from tests.kernels.simt.harness import builds
 @pytest.mark.parametrize("operation", ["embedding"])
 def test_bindings_call_their_launchers_rightly(operation: str) -> None:
     builds.binding(operation)
-    command = [sys.executable, "-m", "tests.kernels.simt.harness.binding_program", operation]
+    command = [sys.executable, "-m", "csrc.emulator.harness.binding_program", operation]
     done = subprocess.run(command, cwd=builds.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tests.kernels.simt.harness.builds import changed_operations
-from tests.kernels.simt.planted.changes import CHANGES, undetected
+from csrc.emulator.harness.builds import changed_operations
+from csrc.emulator.planted.changes import CHANGES, undetected
 
 
 def test_the_tests_find_planted_defects(pytestconfig: pytest.Config) -> None:

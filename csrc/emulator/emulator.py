@@ -26,10 +26,10 @@ from pathlib import Path
 
 import torch
 
-from tests.kernels.simt.harness import builds, coverage
-from tests.kernels.simt.harness.diagnoses import as_sentences
-from tests.kernels.simt.harness.signatures import Parameter, read_signatures
-from tests.kernels.simt.harness.symbols import shared_arrays
+from csrc.emulator.harness import builds, coverage
+from csrc.emulator.harness.diagnoses import as_sentences
+from csrc.emulator.harness.signatures import Parameter, read_signatures
+from csrc.emulator.harness.symbols import shared_arrays
 
 ORDERS = {"forward": 0, "reverse": 1, "random": 2}
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.kernels.simt import emulator
-from tests.kernels.simt.harness.builds import BuildError, changed_operations, kernels
-from tests.kernels.simt.harness.signatures import read_signatures
+from csrc.emulator import emulator
+from csrc.emulator.harness.builds import BuildError, changed_operations, kernels
+from csrc.emulator.harness.signatures import read_signatures
 
-SOURCE = Path(__file__).parent / "planted" / "planted.cu"
+SOURCE = Path(__file__).resolve().parents[3] / "csrc/emulator/planted/planted.cu"
 THREADS = 64
 
 

@@ -1,6 +1,6 @@
 """Checks the bindings of operations as a program of its own: a process can load one library of an operation.
 
-python -m tests.kernels.simt.harness.binding_program embedding
+python -m csrc.emulator.harness.binding_program embedding
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import sys
 
 import torch
 
+from csrc.emulator import emulator
+from csrc.emulator.harness import builds
 from megatron.kernels import embedding, norms
 from megatron.kernels.attention import softmax
 from tests.kernels.devices.cases import CASES
 from tests.kernels.devices.checks import LAYOUTS, TOLERANCES, check_case
-from tests.kernels.simt import emulator
-from tests.kernels.simt.harness import builds
 
 REGISTRATIONS = {"embedding": embedding.register, "norm": norms.register, "softmax": softmax.register}
 MOST_ELEMENTS = 100_000  # of a case, since emulated threads take their turns

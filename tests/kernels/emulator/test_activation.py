@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from csrc.emulator import emulator
 from megatron.kernels.activations import FUNCTIONS, activation, gated
-from tests.kernels.simt import emulator
 
 ROWS_PER_PART = 64
 # Rows, columns, and by how many elements the tensors begin behind an aligned address.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from tests.kernels.simt import emulator
-from tests.kernels.simt.emulator import Buffer, Run
+from csrc.emulator import emulator
+from csrc.emulator.emulator import Buffer, Run
 
 CHUNK = 1 << 16
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from csrc.emulator import emulator
 from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
-from tests.kernels.simt import emulator
 
 VOCABULARY = 5000
 

@@ -1,6 +1,6 @@
 """Defects planted into the sources of csrc/ops, one line of text each, which the emulator tests must find.
 
-    python -m tests.kernels.simt.planted.changes --cases 1000
+    python -m csrc.emulator.planted.changes --cases 1000
 
 runs them all and prints what was found; the suite runs a sample (`test_changes.py`).
 """
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.simt.harness import builds
+from csrc.emulator.harness import builds
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parents[3] / "tests" / "kernels" / "emulator"
 VALUES = "Tensor-likes are not|assert"  # no diagnosis, but a test that compares values fails
 RACE = "race: |uninitialised: "  # a missing barrier is both, depending on who comes first
 ROW_ENDS = "misaligned: |out of bounds: "  # packets of rows that are not made of whole ones

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.kernels.simt import emulator
+from csrc.emulator import emulator
 
 EPS = 1e-3
 
