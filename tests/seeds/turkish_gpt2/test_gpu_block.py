@@ -1,4 +1,4 @@
-"""Scenario 001.9: the block of 345 million parameters, as it stands on the page, on one GPU."""
+"""The block of 345 million parameters, as it stands on the page, on one GPU."""
 
 from __future__ import annotations
 

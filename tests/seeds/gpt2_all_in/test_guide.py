@@ -19,12 +19,13 @@ from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.programs import forking_python
 from tests.helpers.projects.all_in_one import MODEL
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GUIDE = (ROOT / "docs" / "seeds" / "gpt2_all_in.md").read_text()
 INTERVALS = {"log_interval", "ckpt_interval", "valid_interval", "n_workers", "lr", "n_epochs", "ckpt_path", "log_path"}
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
     for name in ("pretrain_gpt.py", "megatron", "trident", "tools", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)

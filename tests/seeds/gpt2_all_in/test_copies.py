@@ -1,4 +1,4 @@
-"""Scenario 002.8: a killed run continues elsewhere from its copy; the demo notebook runs from top to bottom."""
+"""A killed run continues elsewhere from its copy; the demo notebook runs from top to bottom."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tests.helpers.projects.all_in_one import losses, train_in
 from tools.runs import sync_run
 
 NOTEBOOK = Path(train.__file__).with_name("demo.ipynb")
+pytestmark = pytest.mark.full
+
 STEPS = ("--train-iters", "8")
 
 

@@ -1,4 +1,4 @@
-"""Scenario 000.5: a network that is fine-tuned on questions and answers knows the answers, and learns only those."""
+"""A network that is fine-tuned on questions and answers knows the answers, and learns only those."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenario 001.7: `pretrain_gpt.py --finetune --load ...` begins at iteration 0 and resumes by the same command."""
+"""`pretrain_gpt.py --finetune --load ...` begins at iteration 0 and resumes by the same command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenario 003.5: every command of docs/tutorial_deepspeed.md and docs/seeds/hello_deepspeed.md, run in their order."""
+"""Every command of docs/tutorial_deepspeed.md and docs/seeds/hello_deepspeed.md, run in their order."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def blocks(document: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_003_5_every_command_of_the_tutorial_works(tmp_path: Path) -> None:
     for name in ("tools", "megatron", "trident", "examples", "pretrain_gpt.py"):
         (tmp_path / name).symlink_to(ROOT / name)

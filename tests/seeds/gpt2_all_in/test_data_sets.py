@@ -1,4 +1,4 @@
-"""Scenario 002.3: a file for a GPU runs on a CPU with a warning, and dataset full is read from local shards."""
+"""A file for a GPU runs on a CPU with a warning, and dataset full is read from local shards."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tests.helpers.projects.all_in_one import losses, write_config
 from tools.corpus import featurize
 
 DATA = Path(train.__file__).with_name("data")
+pytestmark = pytest.mark.full
+
 TINY = [
     *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "32"),
     *("--micro-batch-size", "1", "--train-iters", "2", "--eval-iters", "0"),

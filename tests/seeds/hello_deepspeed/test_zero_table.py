@@ -1,4 +1,4 @@
-"""Scenario 003.4: what each ZeRO stage holds, measured and predicted by one command, and that all learn the same."""
+"""The memory of each ZeRO stage, measured and predicted by one command, and equal losses."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def table(rank: int) -> list[str]:
     return printed.getvalue().splitlines()
 
 
+@pytest.mark.full
 def test_003_4_every_zero_stage_holds_what_is_predicted() -> None:
     first, second = run_ranks(table, 2)
     assert second == []

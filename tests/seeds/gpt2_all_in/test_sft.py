@@ -1,4 +1,4 @@
-"""Scenario 002.7: `sft.py` leaves frozen layers bit-identical, lowers the validation loss, and transformers loads the
+"""`sft.py` leaves frozen layers bit-identical, lowers the validation loss, and transformers loads the
 result.
 """
 

@@ -16,7 +16,7 @@ from tests.helpers.vocabulary import trained_vocabulary
 from tools.corpus.featurize import workers_without_beam
 from trident.corpus.vocabulary.learning import byte_level_files
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "jax_lm_training"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "jax_lm_training"
 README = rf"""
 python -m jax_lm.preprocess \{PREPROCESS_FLAGS}python -m jax_lm.train \
     --model-config-name "gpt2" \

@@ -1,4 +1,4 @@
-"""Scenario 002.4: accumulated gradients give the losses of the whole batch, and so do the switches that save memory."""
+"""Accumulated gradients give the losses of the whole batch, and so do the switches that save memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.projects.all_in_one import losses, train_in
+
+pytestmark = pytest.mark.full
 
 STEPS = ("--train-iters", "4")
 # Many heads, so that the probabilities of attention are a large part of what is kept.

@@ -1,4 +1,4 @@
-"""Scenario 002.5: benchmarks of a trained checkpoint: a number, five mistakes and a log file, and the order of models.
+"""Benchmarks of a trained checkpoint: a number, five mistakes and a log file, and the order of models.
 
 The corpus is made of sentences whose last word depends on a word before the last two, so that a network that learned
 it is better than a bigram model, that than a unigram model, and that than the uniform one.
@@ -23,7 +23,8 @@ from trident.evaluate.results import read_results
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("scenario 002.5"),  # one worker, so that the network is trained once
+    pytest.mark.full,
+    pytest.mark.xdist_group("benchmarks of GPT-2"),  # one worker, so that the network is trained once
 ]
 PLACES = {"cat": "mat", "dog": "rug", "hen": "egg", "cow": "hay", "owl": "oak", "fox": "den"}
 TASKS = """

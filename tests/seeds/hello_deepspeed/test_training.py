@@ -1,6 +1,13 @@
-"""Scenario 003.2: how HelloDeepSpeed masks, counts its iterations, saves, and resumes."""
+"""The two programs: an experiment folder, masking, an exact resume, and two ranks against plain PyTorch."""
 
 from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import pytest
@@ -9,9 +16,40 @@ import torch
 from megatron.config.objective.masking import DOCUMENTS, MaskingConfig
 from megatron.data.datasets.masked.masking import mask_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
-from tests.seeds.hello_deepspeed.runs import Alone, newest, steps
+from tests.helpers.ranks import run_ranks
+from tests.seeds.hello_deepspeed.runs import Alone, experiments, newest, run_beside, steps, train_plainly, write_text
 
 pytestmark = pytest.mark.xdist_group("HelloDeepSpeed")  # one worker, so that the runs happen once
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _git(*words: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False).stdout
+
+
+def test_003_1_experiment_folder_and_a_falling_loss(hello_alone: Alone) -> None:
+    folder = hello_alone.long
+    assert re.fullmatch(r"bert_pretrain\.\d{4}(\.\d\d){5}\.[0-9a-f]{8}", folder.name)
+    assert {"hparams.json", "githash.log", "gitdiff.log", "tb_dir", "checkpoints"} <= {p.name for p in folder.iterdir()}
+    assert json.loads((folder / "hparams.json").read_text())["h_dim"] == 32
+    assert list((folder / "tb_dir").glob("events.*"))
+    losses = [float(text) for text in re.findall(r"^Loss: (\d+\.\d{4})$", hello_alone.output, flags=re.M)]
+    assert len(losses) == 200
+    assert mean(losses[-20:]) < mean(losses[:20]) - 1.0
+
+
+def test_hash_and_diff_are_those_of_git(hello_alone: Alone) -> None:
+    """The cases without git and without a commit are in tests/observe/test_run_directory.py."""
+    commit = _git("rev-parse", "HEAD").decode()
+    recorded = (hello_alone.long / "githash.log").read_text()
+    if not _git("ls-files", "megatron/observe/run_directory.py"):
+        assert recorded.startswith("not a git checkout")
+        return
+    assert recorded == commit
+    changed = set(re.findall(rb"^diff --git a/(\S+)", (hello_alone.long / "gitdiff.log").read_bytes(), flags=re.M))
+    assert changed == set(_git("diff", "--name-only", "HEAD", "--no-renames").split())
+
 
 TOKENS, SAMPLES, ENTRIES = 512, 3000, 1000
 BOS, PAD, EOS, MASK = 0, 1, 2, 4
@@ -63,3 +101,26 @@ def test_003_2_masking_iterations_and_exact_resume(counts: dict[str, float], hel
 def test_a_continued_experiment_stays_in_its_folder(hello_alone: Alone) -> None:
     assert steps(hello_alone.five) == (2, 4, 5, 6, 8, 10)
     assert (hello_alone.five / "hparams.1.json").is_file()
+
+
+RATE = 1.0e-3
+
+
+def test_003_3_two_ranks_equal_plain_pytorch(tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    words = (
+        f"--dtype fp32 --dataset {tmp_path / 'text.txt'} --dropout 0 --num_iterations 12 --checkpoint_every 12 "
+        f"--lr {RATE} --activation-function gelu_tanh --batch_size 4"
+    ).split()
+    ranks = run_ranks(run_beside, 2, str(tmp_path / "experiments"), words)
+    (experiment,) = experiments(tmp_path / "experiments")
+    assert steps(experiment) == (12,)
+    for first, second in zip(ranks[0].samples, ranks[1].samples, strict=True):
+        assert set(first).isdisjoint(second)
+    assert sorted(itertools.chain(*ranks[0].samples, *ranks[1].samples)) == list(range(12 * 8))
+    assert not {tuple(row) for text in ranks[0].texts[:1] for row in text.labels.tolist()} & {
+        tuple(row) for text in ranks[1].texts[:1] for row in text.labels.tolist()
+    }
+    assert ranks[0].losses == ranks[1].losses
+    assert ranks[0].losses == pytest.approx(train_plainly(ranks, RATE), abs=1e-5)
+    assert ranks[0].losses[-1] < ranks[0].losses[0] - 0.1
