@@ -73,7 +73,7 @@ def check(command: list[str]) -> None:
             return
         if word == "train_on_text.py":
             flags, others = read_program(OwnTextFlags, rest, word, "", unnamed="--text")
-            parse(["--model-preset", flags.model_preset or "laptop", *flags.words(), *others], program=flags.program)
+            parse(["--model-preset", flags.model_preset or "laptop", *flags.trainer_arguments(), *others], program=flags.program)
             return
         if word.endswith("pretrain_bert.py"):
             if "--config" in rest:
@@ -118,7 +118,7 @@ def check_tool(path: str, words: list[str]) -> None:
     if issubclass(flags, PlanFlags):  # takes the trainer's flags for a plan, but not for a schedule
         given, others = read_program(flags, words, path, "")
         if given.devices is not None:
-            read_planned([*given.words(), *others])
+            read_planned([*given.trainer_arguments(), *others])
         else:
             assert not others
         return
