@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     words = ["--model-preset", own.model_preset or _preset_of_this_machine(), *own.trainer_arguments(), *rest]
     checked_request(read_flags(words, program=own.program), has_data=False)  # before minutes of tokenizing
-    with log.breaking_silence():
+    with log.show_activity_when_quiet():
         return _prepare_and_train(own, words)
 
 
@@ -128,9 +128,9 @@ def _prepare_and_train(own: OwnTextFlags, words: Sequence[str]) -> int:
 
 def _preset_of_this_machine() -> str:
     """`laptop` on a CPU, `workstation` on a GPU; torch is imported only if there may be one."""
-    from megatron.cuda_driver import why_no_cuda
+    from megatron.cuda_driver import cuda_unavailable_reason
 
-    if why_no_cuda():
+    if cuda_unavailable_reason():
         return "laptop"
     from megatron import device
 
