@@ -118,7 +118,7 @@ def test_flags_files_packages_and_processes_are_refused_together_without_torch(
     assert len(found) == 16, "and the line about imports"
     said, code = second
     assert code == ExitCode.USAGE
-    assert said.startswith("[rank 1] error: --learning-rat is not"), "no rank 0 was there to end this one"
+    assert said.startswith("[rank 1] error: unknown flag --learning-rat"), "no rank 0 was there to end this one"
     assert "--save" not in said, "only rank 0 looks at folders"
     said, code = bert
     assert code == ExitCode.USAGE
