@@ -48,7 +48,7 @@ def test_both_formats_hold_the_same_questions(folder: Path) -> None:
     text, lines = (list(read_cloze(folder / name)) for name in ("cbt.txt", "cbt.jsonl"))
     assert len(text) == 2
     for one, other in zip(text, lines, strict=True):
-        assert {**vars(one), "source": ""} == {**vars(other), "place": ""}
+        assert {**vars(one), "source": ""} == {**vars(other), "source": ""}
     assert (text[0].before, text[0].after, text[0].answer) == ("The", " was hungry .", 1)
     assert text[1].source == f"{folder / 'cbt.txt'} line 6"
 
