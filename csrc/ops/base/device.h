@@ -1,5 +1,5 @@
-// Common code of kernels; only `.cu` files include it. With nvcc this is CUDA, with MEGATRON_SIMT the emulator of
-// the tests (`tests/kernels/simt`), which executes the same source on a CPU.
+// Common code of kernels; only `.cu` files include it. With nvcc this is CUDA, with MEGATRON_SIMT the emulator
+// (`csrc/emulator`), which executes the same source on a CPU.
 #pragma once
 
 #include "base/portable.h"
