@@ -181,7 +181,7 @@ def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerCho
         (["--input", "none.jsonl"], "--input none.jsonl cannot be read"),
         (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
         (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is unknown"),
-        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is unknown"),
+        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "unknown --tokenizer-type Parrot"),
         (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is not a language"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),
         (

@@ -20,7 +20,7 @@ from megatron.files.exact import write_at
 from megatron.files.failures import storage_error
 from megatron.files.replacing import start_write_back
 from megatron.tokenizers.encoders.long_text import LongText, encode_long
-from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer, surround
+from megatron.tokenizers.tokenizer import TokenizerChoice, add_special_tokens, build_tokenizer
 from trident.corpus.inputs.block import InputBlock, parse_block
 from trident.corpus.inputs.lines import BadLine
 from trident.corpus.preprocess.sentences import SentenceSplitter
@@ -136,7 +136,7 @@ class BlockEncoder:
         if len(lengths) and not lengths.all():
             lengths = lengths[lengths > 0]
         if self._suffix:
-            return EncodedKey(*surround(ids, lengths, [], self._suffix, self.dtype))
+            return EncodedKey(*add_special_tokens(ids, lengths, [], self._suffix, self.dtype))
         return EncodedKey(ids.astype(self.dtype, copy=False), lengths)
 
     def _encode_sentences(self, texts: list[str | LongText], splitter: SentenceSplitter) -> EncodedKey:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.tokenizers.encoders.fast_encoder import without_panics
+from megatron.tokenizers.encoders.fast_encoder import catch_rust_panics
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
 # Upstream's --lang takes the names of NLTK's models.
@@ -80,7 +80,7 @@ class SentenceSplitter:
         has_wide = not text.isascii() and _WIDE_SPACE.search(text) is not None
         narrow = _WIDE_SPACE.sub(" ", text) if has_wide else text
         try:
-            sentences: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
+            sentences: list[str] = catch_rust_panics(lambda: _library().segment(_code(self.language), narrow))
         except ValueError:  # whatever it failed on: splitting at line ends is the fallback, the same in every run
             return text.splitlines(keepends=True)
         pieces = sentences if sum(map(len, sentences)) == len(text) else _with_gaps(narrow, sentences)

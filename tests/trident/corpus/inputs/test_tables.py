@@ -208,11 +208,11 @@ def test_lines_are_the_same_without_the_fast_library(
 def test_errors_come_before_the_work(
     sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match=r"none\.db: there is no such SQLite file"):
+    with pytest.raises(DataError, match=r"none\.db: no such SQLite file"):
         expand_inputs([f"sqlite:///{tmp_path}/none.db"])
     assert list(tmp_path.iterdir()) == []
     sqlite_database.write({"web": numbered(["a"]), "news": numbered(["b"])})
-    with pytest.raises(DataError, match=r"there is no collection 'wbe'; it has 'web', 'news'"):
+    with pytest.raises(DataError, match=r"no collection 'wbe'; it has 'web', 'news'"):
         expand_inputs([sqlite_database.address("wbe")])
     with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); name one of them"):
         check_inputs([sqlite_database.base], ["text"])
@@ -299,7 +299,7 @@ def test_gaps_are_reported_before_preprocessing_and_rejected_before_training(
     address = f"sqlite:///{tmp_path}/s.db?table=web"
     check_inputs([address], ("text",))
     assert "2 of the 5 documents that meta_info counts are missing (holes in idx)" in capsys.readouterr().err
-    with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(holes in idx\)"):
+    with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(gaps in idx\)"):
         open_store(address)
 
 

@@ -221,7 +221,7 @@ def test_sidecars_are_merged_with_the_pairs(
     with pytest.raises(DataError, match=r"part2\.json lists 5 sequences and 5 tokens, but the pair has"):
         merge(parts[0], str(tmp_path / "out"))
     (tmp_path / "mine.json").write_text("{}")
-    with pytest.raises(DataError, match=r"mine\.json exists and is not a description of token files"):
+    with pytest.raises(DataError, match=r"mine\.json exists and does not describe token files"):
         merge(parts[0], str(tmp_path / "mine"))
 
 
