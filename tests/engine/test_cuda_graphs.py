@@ -184,6 +184,7 @@ def results() -> dict[str, tuple[Course, Course]]:
     return run_ranks(courses, 1, CASES)[0] | run_ranks(courses, 2, CASES_OF_TWO)[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, *CASES_OF_TWO])
 def test_graphs_train_as_the_same_steps_without(case: str, results: dict[str, tuple[Course, Course]]) -> None:
     eager, graphed = results[case]

@@ -109,6 +109,7 @@ def data_axes(flags: list[str]) -> list[str]:
     return ["expert_gradient", "gradient"] if flags == EXPERTS else ["gradient"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_copies_agree(name: str) -> None:
     layout, runs = LAYOUTS[name]
@@ -172,6 +173,7 @@ def flip(values: torch.Tensor, element: int, bit: int = 3) -> None:
     bits[element] ^= 1 << bit
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "stage", "flags", "flips"), FLIPS)
 def test_a_flipped_bit_is_found_and_named(
     layout: tuple[int, int, int], stage: int, flags: list[str], flips: list[Any]

@@ -198,6 +198,7 @@ def _late(rank: int) -> float:
     return 0.0
 
 
+@pytest.mark.full
 def test_a_group_with_an_absent_rank_times_out() -> None:
     with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*([Tt]imed out waiting 4500ms|Connect timeout)"):
         run_ranks(_late, 4)

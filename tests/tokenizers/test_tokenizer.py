@@ -43,7 +43,7 @@ def test_missing_flags_and_files(tmp_path: Path) -> None:
         build_tokenizer(TokenizerChoice("GPT2BPETokenizer", "/nowhere/v.json", "/nowhere/m.txt"))
     with pytest.raises(ConfigError, match="unknown --tokenizer-type Parrot"):
         build_tokenizer(TokenizerChoice("Parrot"))
-    with pytest.raises(ConfigError, match="PretrainedFromHF needs --tokenizer-name-or-path"):
+    with pytest.raises(ConfigError, match="PretrainedFromHF requires --tokenizer-name-or-path"):
         build_tokenizer(TokenizerChoice("PretrainedFromHF"))
     with pytest.raises(ConfigError, match="./none is neither a local file or folder"):
         build_tokenizer(TokenizerChoice("HFTokenizer", tokenizer_name_or_path="./none"))

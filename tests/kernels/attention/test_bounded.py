@@ -104,6 +104,7 @@ def test_blocks_on_cpu_equal_a_dense_mask(name: str, softcap: float | None) -> N
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("name", [*BOUNDS, *WITHOUT_DOCUMENTS])
 def test_flex_attention_equals_a_dense_mask(name: str, softcap: float | None) -> None:
@@ -145,6 +146,7 @@ def test_ten_lengths_do_not_exhaust_flex_attention(flex_graphs: list[int]) -> No
     assert len(flex_graphs) < len(LENGTHS) / 2
 
 
+@pytest.mark.full
 def test_networks_with_many_kinds_of_bounds_do_not_exhaust_flex_attention(flex_graphs: list[int]) -> None:
     for bounds in (*list(BOUNDS.values())[4:10], *WITHOUT_DOCUMENTS.values()):
         heads = [head.detach() for head in _heads(3, 200, dtype=torch.float32)]

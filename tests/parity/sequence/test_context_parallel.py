@@ -161,9 +161,14 @@ def batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
             batch.loss_mask[:, 0] = 0
             batch = dataclasses.replace(batch, token_types=prefix.astype(np.int64), swapped=batch.sample_ids % 2)
             if names_predicted(config):
+<<<<<<< HEAD
                 batch = dataclasses.replace(
                     batch, predicted=predicted_positions(batch.loss_mask, batch.tokens.shape[1])
                 )
+=======
+                predicted = predicted_positions(batch.loss_mask, batch.tokens.shape[1])
+                batch = dataclasses.replace(batch, predicted=predicted)
+>>>>>>> main
         made.append(batch)
     return made
 
@@ -204,6 +209,7 @@ FEW = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", sampled([FEW, list(CASES)], [FEW]), ids=["few", "all"])
 def test_losses_and_norms_are_those_of_one_process(names: list[str]) -> None:
     (alone,) = run_ranks(train, 1, names, 1)

@@ -205,7 +205,7 @@ def test_a_child_that_says_something_else_is_not_believed(monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match=r"the template: .* does not reply within 0\.55 seconds"):
         BoundedTemplate("x", "the template")
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(ConfigError, match=r"cannot be started \(No such file or directory\).*by name"):
+    with pytest.raises(ConfigError, match=r"cannot be started \(No such file or directory\).*built-in"):
         BoundedTemplate("x", "the template")
     assert BoundedTemplate(SOURCES["plain"], "plain").render({"messages": MESSAGES}) == "hello world\n"
 

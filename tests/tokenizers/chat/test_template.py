@@ -167,7 +167,7 @@ def test_unclear_answers_are_refused(gpt2):
         "{% for message in messages %}{{ '<usr>' }}{{ message.content | length }}{{ message.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<sys>{% endif %}"
     )
-    with pytest.raises(ConfigError, match=r"--chat-template counting .*ambiguous.*or use another one"):
+    with pytest.raises(ConfigError, match=r"--chat-template counting.*ambiguous.*or use another one"):
         ChatTemplate("counting", source).example_ids(
             [{"role": "user", "content": "now?"}, {"role": "assistant", "content": "yes"}], gpt2
         )

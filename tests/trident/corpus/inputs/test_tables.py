@@ -205,6 +205,7 @@ def test_lines_are_the_same_without_the_fast_library(
     assert [block.read() for block in blocks(paths, 500)] == fast
 
 
+@pytest.mark.full
 def test_errors_come_before_the_work(
     sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

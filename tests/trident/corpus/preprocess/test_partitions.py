@@ -137,6 +137,7 @@ def killed_after(moments: int, work: Callable[[], Any]) -> bool:
     return process.exitcode != 0
 
 
+@pytest.mark.full
 @needs_fork
 @pytest.mark.parametrize(("workers", "first", "step"), [(1, 0, 13), (2, 20, 60)])
 def test_a_run_killed_at_any_time_can_be_continued(
