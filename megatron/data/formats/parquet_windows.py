@@ -139,7 +139,7 @@ class WindowFile:
             self.rows: int = footer.num_rows
             self.group_rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
         except (OSError, ValueError, self._arrow.ArrowException) as failure:
-            raise DataError(f"{self.path} is not a Parquet file that can be read: {failure}.") from failure
+            raise DataError(f"{self.path} is not a readable Parquet file: {failure}.") from failure
         if sum(self.group_rows) != self.rows or min(self.group_rows, default=0) < 0:
             raise DataError(
                 f"{self.path}: its footer counts {self.rows} rows, but its row groups hold {sum(self.group_rows)}. The "

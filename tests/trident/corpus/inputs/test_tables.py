@@ -236,7 +236,7 @@ def test_partitions_are_continued_only_if_the_database_is_the_same(
     with sqlite3.connect(sqlite_database.path) as connection:
         connection.execute("UPDATE web SET filt_text = 'mended' WHERE idx = 49")
     connection.close()
-    with pytest.raises(ConfigError, match=r"holds parts of a run that did not finish, with other --input"):
+    with pytest.raises(ConfigError, match=r"holds parts of an unfinished run with other --input"):
         preprocess_in_parts(divide(paths, 3, None, None, options.keys), f"{tmp_path}/out", options, 1, quiet())
 
 
@@ -272,18 +272,18 @@ def test_datasets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
     assert sidecar is not None and sidecar.sources[0].text_bytes > 2000 and sidecar.sources[0].xxh3_64 is None
     with pytest.raises(DataError, match="number"):
         check_inputs([path], ["body"])
-    with pytest.raises(DataError, match=r":31: .*column 'number' holds a int, not a text"):
+    with pytest.raises(DataError, match=r":31: .*column 'number' holds a value of type int, not text"):
         preprocess([InputPart(path, 30, 40)], f"{tmp_path}/out", replace(options, keys=("number",)), 1, quiet())
 
 
 def test_invalid_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--input hf:// names no dataset\. Write hf://name"):
+    with pytest.raises(ConfigError, match=r"--input hf:// names no dataset\. Use hf://name"):
         check_inputs(["hf://"], ["text"])
     pytest.importorskip("datasets", reason="the datasets package is not installed")
     with pytest.raises(DataError, match=r"--input .*absent \(--split test\) cannot be read by the datasets library"):
         check_inputs([f"hf://{tmp_path}/absent:test"], ["text"])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"some/name .*needs the datasets package: pip install datasets"):
+    with pytest.raises(ConfigError, match=r"some/name .*requires the datasets package: pip install datasets"):
         check_inputs(["hf://some/name:test"], ["text"])
 
 
