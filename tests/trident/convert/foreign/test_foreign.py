@@ -159,10 +159,10 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="nowhere is not a directory"):
         newest_folder(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ConversionError, match=r"it holds notes\.txt"):
+    with pytest.raises(ConversionError, match=r"it contains notes\.txt"):
         open_foreign(tmp_path, CHOICES)
     (tmp_path / "latest").write_text("../../etc")
-    with pytest.raises(ConversionError, match=r"says '../../etc'"):
+    with pytest.raises(ConversionError, match=r"names '../../etc'"):
         open_foreign(tmp_path, CHOICES)
 
 

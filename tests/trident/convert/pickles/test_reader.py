@@ -158,5 +158,5 @@ def test_an_older_file_whose_storages_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": BASE}, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="should have 96 bytes"):
+    with pytest.raises(CheckpointError, match="must have 96 bytes"):
         read_pickle(path)
