@@ -22,7 +22,7 @@ from trident.convert.hugging_face.importing import unfinished_folder
 from trident.convert.hugging_face.model_file import MODEL_FILE, model_file_text, untrained_record, yaml_value
 from trident.convert.megatron_format.distributed_files import is_distributed, open_distributed
 from trident.convert.megatron_format.foreign_model import ForeignModel, ForeignPieces
-from trident.convert.megatron_format.torch_files import Choices, is_torch_layout, open_torch_layout
+from trident.convert.megatron_format.torch_files import ImportOptions, is_torch_layout, open_torch_layout
 
 # Files that contain the name of the newest checkpoint of a directory.
 _POINTERS = ("latest_universal", "latest", "latest_checkpointed_iteration.txt")
@@ -30,7 +30,7 @@ _LONGEST_NAME = 200
 _LONGEST_POINTER_BYTES = 4096
 
 
-def open_foreign(path: Path, choices: Choices) -> ForeignModel:
+def open_foreign(path: Path, choices: ImportOptions) -> ForeignModel:
     """Opens a checkpoint folder, or the newest one of a directory.
 
     Raises:
