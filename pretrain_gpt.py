@@ -39,18 +39,18 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
 
         return show_plan(argv, program)
     if reading.unchecked().planning.dry_run_ranks is not None:
-        from trident.plan.command_line import checked_rehearsal
+        from trident.plan.command_line import checked_dry_run
 
-        rehearsed = checked_rehearsal(argv, program)  # without torch
-        from trident.plan.rehearsal.rehearsing import show_rehearsal
+        checked = checked_dry_run(argv, program)  # without torch
+        from trident.plan.dry_run.simulation import print_dry_run
 
-        return show_rehearsal(*rehearsed)
+        return print_dry_run(*checked)
     signals = StopSignals()
     with signals.installed() if reading.unchecked().stopping.exit_on_signal else nullcontext():
         from megatron.train.preflight.checks import checked_request
 
         request = checked_request(reading)  # without torch
-        log.doing("loading PyTorch and DeepSpeed")
+        log.set_activity("loading PyTorch and DeepSpeed")
         from megatron import device
 
         device.choose_accelerator()
@@ -62,7 +62,7 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         if kill_switch_is_on(request.stopping.kill_switch_path):
             log.line(kill_switch_message(request.stopping.kill_switch_path))
             return ExitCode.DONE
-        log.doing("building the network")
+        log.set_activity("building the network")
         with explained_memory(argv, request), open_run(request, signals, program.callbacks()) as (run, callbacks):
             return run_to_end(run, callbacks)
 

@@ -16,9 +16,9 @@ from megatron.config.architecture.latent_attention import LatentAttentionFields
 from megatron.config.architecture.multi_token import MultiTokenFields
 from megatron.config.architecture.norms import NormFields
 from megatron.config.architecture.positions import LEARNED, PositionFields
-from megatron.config.files.deepspeed_file import DeepSpeedReading, governed_values
-from megatron.config.files.flag_files import FileReading, preset_path, read_config_file, read_group_files
-from megatron.config.flags.command_line import CommandLineReading, read_command_line
+from megatron.config.files.deepspeed_file import ParsedDeepSpeedFile, governed_values
+from megatron.config.files.flag_files import ParsedFlagFile, preset_path, read_config_file, read_group_files
+from megatron.config.flags.command_line import ParsedCommandLine, read_command_line
 from megatron.config.flags.fields import Flag, flags_of
 from megatron.config.flags.legacy import DEPRECATED, IGNORING, Legacy, legacy_flags
 from megatron.config.flags.program import NO_PROGRAM, Program
@@ -32,7 +32,7 @@ from megatron.config.flags.section import (
 from megatron.config.flags.shorthands import expand_shorthands, shorthand_flags
 from megatron.config.flags.status_table import IGNORED, REFUSED
 from megatron.config.rules.checking import request_problems, sentences
-from megatron.config.rules.rule import Moment
+from megatron.config.rules.rule import Phase
 from megatron.config.run_config import RunRequest, sections_of
 from megatron.config.run_sections import DEFAULT, FILE, GIVEN, PRESET, ReadFlags
 from megatron.config.sections.data import NULL_TOKENIZER
@@ -85,7 +85,7 @@ _TITLES: Mapping[str, str] = types.MappingProxyType(
         "safety": "hangs, bad steps and restarts",
         "report": "log lines, run folder, TensorBoard and Weights & Biases",
         "watching": "progress bar, utilization and profiles",
-        "planning": "plans and rehearsals in place of training",
+        "planning": "plans and dry runs in place of training",
     }
 )
 _DESCRIPTION = "Pretrains a GPT language model with tensor, pipeline and data parallelism."
@@ -207,7 +207,7 @@ def read_flags(
     problems = [*merged.problems, *refusals, *group_problems, *section_problems]
     notices = [*_deprecated_notices(reading.spellings.values()), *merged.notices]
     if not problems:
-        notices += sentences(Moment.NOTICE, run)
+        notices += sentences(Phase.NOTICE, run)
     run = dataclasses.replace(run, notices=tuple(notices), ignored=tuple(remarks), program=program)
     return RequestDraft(run, tuple(problems), frozenset(wrong))
 
@@ -223,9 +223,7 @@ class _Merged:
     broken: set[str]
 
 
-def _merge(
-    reading: CommandLineReading, flags: Mapping[str, Flag], own: Mapping[str, Flag], program: Program
-) -> _Merged:
+def _merge(reading: ParsedCommandLine, flags: Mapping[str, Flag], own: Mapping[str, Flag], program: Program) -> _Merged:
     """Decides which source sets a field. The order of precedence, from the weakest source to the strongest:
 
     1. the field's default;
@@ -238,7 +236,7 @@ def _merge(
 
     Shorthands are expanded within their source first.
     """
-    file = FileReading()
+    file = ParsedFlagFile()
     if "files.config" in reading.values:
         file = read_config_file(reading.values["files.config"], flags, _SECTIONS)
     preset = _read_preset({**file.values, **reading.values}.get("files.model_preset"), flags)
@@ -248,7 +246,7 @@ def _merge(
     )
     if "finetuning.epochs" in {**by_file, **given}:
         by_preset = {name: value for name, value in by_preset.items() if name not in _LENGTHS}
-    asked, governed = {**by_preset, **by_file, **given}, DeepSpeedReading()
+    asked, governed = {**by_preset, **by_file, **given}, ParsedDeepSpeedFile()
     if "parallel.deepspeed_config" in asked:
         governed = governed_values(asked["parallel.deepspeed_config"], own, asked, preferred)
     known, unknown, renamed = program.with_known_names(asked, by_file.keys() - given.keys())
@@ -262,7 +260,7 @@ def _merge(
         values |= taken
         sources |= dict.fromkeys(taken, source)
     problems = [*reading.problems, *file.problems, *preset.problems, *contradictions, *governed.problems, *unknown]
-    for name, word in program.decided.items():
+    for name, word in program.fixed.items():
         problems += _disagreement(own[name], word, values.get(name, word))
         values[name], sources[name] = word, GIVEN
     provenance = {name: sources.get(name, DEFAULT) for name in own}
@@ -322,14 +320,14 @@ def _build_sections(
     return run, problems + section_problems, refused | outside
 
 
-def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> FileReading:
+def _read_preset(name: str | None, flags: Mapping[str, Flag]) -> ParsedFlagFile:
     if name is None:
-        return FileReading()
+        return ParsedFlagFile()
     try:
         return read_config_file(str(preset_path(name)), flags, _SECTIONS)
     except ConfigError as failure:  # the sizes that it would have set are not asked for
         sizes = {flag.field for flag in flags.values() if flag.required} | {"max_position_embeddings"}
-        return FileReading(problems=failure.problems, broken=sizes)
+        return ParsedFlagFile(problems=failure.problems, broken=sizes)
 
 
 def _with_positions(values: Mapping[str, Any]) -> dict[str, Any]:

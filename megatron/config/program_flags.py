@@ -6,7 +6,7 @@ followed by the trainer's words, which win. What a program merely prefers to the
 
 Upstream's tools take all of the trainer's flags as well (`parse_over`). Here the checkpoint already holds their values;
 a flag that is given anyway must agree with the network, or it changes what may be changed (tokenizer files that moved,
-seed, dtype, layout): `laid_over`.
+seed, dtype, layout): `with_overrides`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from megatron.config.flags.command_line import CommandLineReading, areas_of, read_command_line
+from megatron.config.flags.command_line import ParsedCommandLine, areas_of, read_command_line
 from megatron.config.flags.fields import MUST_MATCH, flags_of, resume_rule
 from megatron.config.flags.legacy import legacy_flags
 from megatron.config.flags.section import ConfigSection, Instance, build_unchecked, missing_problems, relevant_problems
@@ -52,7 +52,7 @@ class ProgramFlags(ConfigSection, ABC):
         return frozenset(entry.field for entry in flags_of(type(self)) if getattr(self, entry.field) != entry.default)
 
     @abstractmethod
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line that these flags translate to."""
 
 
@@ -60,14 +60,14 @@ Flags = TypeVar("Flags", bound=ProgramFlags)
 
 
 def read_program(
-    cls: type[Flags], argv: Sequence[str], prog: str, description: str, *, unnamed: str | None = None
+    cls: type[Flags], argv: Sequence[str], prog: str, description: str, *, positional: str | None = None
 ) -> tuple[Flags, list[str]]:
     """Reads a program's command line; prints the help and exits for `--help`.
 
     A flag of the trainer is not available under a spelling that the program uses itself.
 
     Args:
-        unnamed: the flag that words before the first flag belong to.
+        positional: the flag that words before the first flag belong to.
 
     Returns:
         the program's own flags, and the words of the trainer's flags as they were given.
@@ -76,8 +76,8 @@ def read_program(
         ConfigError: with everything that is wrong with the program's own flags and unknown or unreadable flags, at
             once. The rules of the trainer's flags are checked where its words are parsed.
     """
-    if unnamed is not None and argv and not argv[0].startswith("-"):
-        argv = [unnamed, *argv]
+    if positional is not None and argv and not argv[0].startswith("-"):
+        argv = [positional, *argv]
     instance, values, reading, problems = read_with_trainer(cls, argv, prog, description, "of the trainer")
     if problems:
         raise ConfigError(problems)
@@ -88,7 +88,7 @@ def read_program(
 
 def read_with_trainer(
     cls: type[Instance], argv: Sequence[str], prog: str, description: str, title: str
-) -> tuple[Instance, dict[str, Any], CommandLineReading, list[str]]:
+) -> tuple[Instance, dict[str, Any], ParsedCommandLine, list[str]]:
     """Reads a program's own flags, a dataclass of `flag()` fields, and the trainer's flags that it does not replace.
 
     Args:
@@ -120,7 +120,7 @@ def read_with_trainer(
     return instance, values, reading, problems
 
 
-def words_of(pairs: Mapping[str, Any]) -> list[str]:
+def arguments_of(pairs: Mapping[str, Any]) -> list[str]:
     """Options with their values as words of a command line; an option whose value is None is left out."""
     given = {option: value for option, value in pairs.items() if value is not None}
     texts = {option: value if isinstance(value, str) else str(value) for option, value in given.items()}
@@ -154,15 +154,15 @@ def _as_written(option: str, given: Sequence[str]) -> Iterator[str]:
 class ToolRequest(Generic[Instance]):
     """The tool's own flags, and the trainer's flags that were given, by "section.field"."""
 
-    own: Instance
+    flags: Instance
     given: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> ParallelRequest:
         """The layout that the tool computes in, whatever the checkpoint was trained in."""
-        own = {name.partition(".")[2]: value for name, value in self.given.items() if name.startswith("parallel.")}
-        asked = ParallelRequest(**own)
-        return without_training(asked, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size)
+        given = {name.partition(".")[2]: value for name, value in self.given.items() if name.startswith("parallel.")}
+        requested = ParallelRequest(**given)
+        return without_training(requested, requested.tensor_model_parallel_size, requested.pipeline_model_parallel_size)
 
 
 def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:
@@ -186,7 +186,7 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
     return ToolRequest(instance, {name: value for name, value in given.items() if name in fields})
 
 
-def laid_over(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
+def with_overrides(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     """The checkpoint's configuration with the given flags of the model and the data in it.
 
     How the run was trained (its batch sizes, schedule, layout and files) stays as the checkpoint says.

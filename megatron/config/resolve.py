@@ -12,7 +12,7 @@ from megatron.config.machine import Machine, TokenizerFacts
 from megatron.config.rules.checking import sentences, world_problems
 from megatron.config.rules.data import vocabulary_problems
 from megatron.config.rules.precision import supported_dtype
-from megatron.config.rules.rule import Moment
+from megatron.config.rules.rule import Phase
 from megatron.config.rules.schedule import warmup_problems
 from megatron.config.run_config import RunConfig, RunRequest
 from megatron.config.run_sections import DEFAULT, PRESET, fields_of
@@ -74,7 +74,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
             ),
         }
     )
-    problems = [*sentences(Moment.RESOLVED, config, machine), *problems]
+    problems = [*sentences(Phase.RESOLVED, config, machine), *problems]
     if problems:
         raise ConfigError(problems)
     return config

@@ -14,7 +14,7 @@ from megatron.config.flags.section import build_unchecked
 from megatron.config.run_config import RunConfig, frozen, plain, saved_fields, sections_of
 from megatron.config.run_sections import CHECKPOINT, fields_of
 from megatron.config.sections.curriculum import CurriculumFields
-from megatron.config.sections.model import ModelConfig, ModelRequest, idle_fields
+from megatron.config.sections.model import ModelConfig, ModelRequest, unused_fields
 from megatron.config.sections.optim import OptimConfig
 from megatron.config.sections.optimizers import AVERAGING
 from megatron.errors import ConfigError, printable
@@ -132,7 +132,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
 def architecture_differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (field, value, other value) wherever two saved configurations describe different networks."""
     one, two = _saved_values(saved), _saved_values(other)
-    idle = idle_fields(build_unchecked(ModelRequest, {name: frozen(value) for name, value in one.items()}))
+    idle = unused_fields(build_unchecked(ModelRequest, {name: frozen(value) for name, value in one.items()}))
     for field in fields_of(ModelConfig):
         if field.name in idle:
             continue
@@ -160,7 +160,7 @@ def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Yields (section, field, saved value, current value) wherever both are known and differ."""
-    idle = idle_fields(current.model)
+    idle = unused_fields(current.model)
     for section, cls in sections_of(RunConfig).items():
         for field in fields_of(cls):
             if section == "model" and field.name in idle:

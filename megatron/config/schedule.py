@@ -114,7 +114,7 @@ def _warmup_of_decay(optim: OptimConfig, course: LearningRateSchedule) -> float:
     if not optim.curriculum_learning or optim.warms_up_in_tokens == optim.decays_in_tokens:
         return course.warmup_samples
     samples, tokens = 0.0, 0.0
-    for steps, size, length in stretches(optim):
+    for steps, size, length in step_segments(optim):
         share = length / optim.tokens_per_sample
         passed = course.warmup_samples - samples
         if optim.warms_up_in_tokens:
@@ -193,8 +193,10 @@ def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> 
     return consumed_samples + steps * optim.global_batch_size
 
 
-def stretches(optim: OptimConfig, step: int = 0, consumed_samples: int = 0) -> Iterator[tuple[int | None, int, int]]:
-    """The steps that follow, in stretches that have one batch size and one length of samples.
+def step_segments(
+    optim: OptimConfig, step: int = 0, consumed_samples: int = 0
+) -> Iterator[tuple[int | None, int, int]]:
+    """The steps that follow, in step_segments that have one batch size and one length of samples.
 
     Returns:
         Of each stretch the number of steps, None for the last one, which has no end; the samples of a step, and the
@@ -248,7 +250,7 @@ def planned_iterations(
         return optim.train_iters
     tokens = consumed_samples * optim.tokens_per_sample if consumed_tokens is None else consumed_tokens
     left = [0]
-    for steps, size, length in stretches(optim, step, consumed_samples):
+    for steps, size, length in step_segments(optim, step, consumed_samples):
         left = [] if optim.most_iters is None else [optim.most_iters - step]
         if optim.train_samples is not None:
             left.append((optim.train_samples - consumed_samples) // size)

@@ -195,7 +195,7 @@ class MicroBatchGraphs:
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         loss, sums = self._forward(batch)
         found = torch.autograd.grad(loss, trained, allow_unused=True)
-        gradients = (like_parameter(parameter, gradient) for parameter, gradient in zip(trained, found, strict=True))
+        gradients = (match_layout(parameter, gradient) for parameter, gradient in zip(trained, found, strict=True))
         return Outcome(loss.detach(), sums, tuple(gradients))
 
 
@@ -227,7 +227,7 @@ def give_gradients(gradients: Sequence[tuple[nn.Parameter, torch.Tensor | None]]
         torch._foreach_add_(totals, addends)
 
 
-def like_parameter(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
+def match_layout(parameter: nn.Parameter, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """A gradient in the memory layout of its parameter, as a backward pass leaves it in `.grad`."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient

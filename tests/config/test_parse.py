@@ -130,7 +130,7 @@ def test_a_split_is_shown_without_spaces() -> None:
 
 
 def test_a_program_decides_a_value_of_its_own() -> None:
-    program = Program(decided={"loss.objective": "prefix"})
+    program = Program(fixed={"loss.objective": "prefix"})
     for more in ([], ["--objective", "prefix"]):
         request = parse([*words(), *more], program=program)
         assert request.loss.objective == "prefix" and request.was_given("loss.objective")
@@ -142,7 +142,7 @@ def test_a_file_may_not_disagree_with_the_program(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"objective": "causal"}')
     flags = [*words(), "--config", str(tmp_path / "run.json")]
     with pytest.raises(ConfigError, match="but this program is for --objective multitask"):
-        parse(flags, program=Program(decided={"loss.objective": "multitask"}))
+        parse(flags, program=Program(fixed={"loss.objective": "multitask"}))
     assert parse(flags).loss.objective == "causal"
 
 

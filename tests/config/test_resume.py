@@ -81,7 +81,9 @@ def test_another_kind_of_network_is_one_sentence(then: str, now: str, sentence: 
 
 
 def test_another_vocabulary_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"model\.vocab_size \(entries of .*\) is 999 and .* with 1000.*--vocab-size"):
+    with pytest.raises(
+        ConfigError, match=r"model\.vocab_size \(vocabulary size .*\) is 999 and .* with 1000.*--vocab-size"
+    ):
         check_resume(saved(), run(vocabulary=999))
 
 

@@ -25,7 +25,7 @@ def test_the_commands_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert {"tools/runs/plan.py": plan.main, "pretrain_gpt.py": pretrain_gpt.train}[program](words) == 0
     shown = capsys.readouterr().out
     assert "70.6B parameters" in shown
-    assert "the programs of all ranks fit each other" in shown
+    assert "the programs of all ranks match" in shown
     assert "this command, which does not fit:" in shown or "this command, which fits:" in shown
 
 

@@ -101,7 +101,7 @@ def test_commands_take_what_they_take_and_a_question_may_begin_with_a_slash(
 def test_a_bias_beyond_the_vocabulary_is_refused_before_a_question(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="--logit-bias has token 800000, and the tokenizer's ids are 0 to"):
+    with pytest.raises(ConfigError, match="--logit-bias has token 800000, but the tokenizer's ids are 0 to"):
         talk(checkpoints, monkeypatch, flags=("--logit-bias", "1=2", "800000=5"))
 
 

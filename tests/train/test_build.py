@@ -88,7 +88,7 @@ def test_batches_follow_the_consumed_samples(workers: int) -> None:
 
 def test_passing_over_batches_moves_the_data_and_not_the_step() -> None:
     run = run_of()
-    run.pass_over(2)
+    run.skip_batches(2)
     assert run.progress == Progress(0, 16, 16 * 32)
 
 

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv,
         prog="sync_run.py",
         description=__doc__ or "",
-        unnamed="--run",
+        positional="--run",
     )
     for _ in _turns(flags.every_seconds):
         try:
@@ -60,13 +60,13 @@ def _turns(every_seconds: int | None) -> Iterator[None]:
 
 
 def _copy(flags: SyncFlags) -> None:
-    from trident.checkpoints.run_copy import RunCopy, place_of
+    from trident.checkpoints.run_copy import RunCopy, parse_target
 
-    place = place_of(flags.to)
-    copy = RunCopy(Path(flags.run), place, log.line)
+    target = parse_target(flags.to)
+    copy = RunCopy(Path(flags.run), target, log.line)
     copy.update()
     log.line(
-        f"{place}: sent {len(copy.checkpoints)} checkpoints and {len(copy.files)} other files, {copy.size_bytes} bytes"
+        f"{target}: sent {len(copy.checkpoints)} checkpoints and {len(copy.files)} other files, {copy.size_bytes} bytes"
     )
 
 

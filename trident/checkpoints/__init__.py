@@ -1,4 +1,4 @@
-"""Examines, compares and averages checkpoints in one process, one slice in memory at a time, and copies runs elsewhere.
+"""Inspects, compares and averages checkpoints in one process, one slice at a time, and copies runs to other machines.
 
-Nothing here is collective, and nothing is used by training.
+Nothing here is collective or used by training.
 """

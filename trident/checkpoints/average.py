@@ -1,4 +1,4 @@
-"""The mean of several checkpoints' weights, as a checkpoint of weights only."""
+"""Averages the weights of several checkpoints into a checkpoint without optimizer state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.keeping.copying import point_to_newest
 from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
 from megatron.checkpoint.record import Record
 from megatron.checkpoint.recovery import OpenCheckpoint, find
+from megatron.checkpoint.retention.copying import point_to_newest
 from megatron.checkpoint.saving import write_snapshot
 from megatron.checkpoint.snapshot import Snapshot
 from megatron.checkpoint.storage import DISK
@@ -28,7 +28,7 @@ from trident.checkpoints.slices import batches
 
 @dataclass(frozen=True)
 class WeightedCheckpoint:
-    """A checkpoint and how much it counts; only the ratios of coefficients matter."""
+    """A checkpoint and its coefficient in the mean; only the ratios of coefficients matter."""
 
     checkpoint: OpenCheckpoint
     coefficient: float = 1.0
@@ -37,14 +37,14 @@ class WeightedCheckpoint:
 def average(shares: Sequence[WeightedCheckpoint], directory: Path) -> Path:
     """Writes the mean of the weights as a checkpoint in a directory and returns its folder.
 
-    fp32 masters are averaged where they are stored, sums are made in float64, and the mean is stored in float32. The
-    record is the newest checkpoint's, without optimizer state. Memory is constant.
+    Averages fp32 master weights where stored, sums in float64 and stores float32. The record is copied from the newest
+    checkpoint, without optimizer state. Memory is constant.
 
     Raises:
         LaunchError: a run saves to the directory.
-        CheckpointError: the checkpoints hold different networks, names the fields; or the directory holds checkpoints.
-        DamagedError: the bytes of a checkpoint are not those that were written.
-        StorageError: the file system refused.
+        CheckpointError: the checkpoints hold different networks (names the fields), or the directory holds checkpoints.
+        DamagedError: a checkpoint is damaged.
+        StorageError: a file cannot be read or written.
     """
     for share in shares[1:]:
         _check_fits(shares[0].checkpoint, share.checkpoint)
@@ -54,14 +54,13 @@ def average(shares: Sequence[WeightedCheckpoint], directory: Path) -> Path:
 
 
 def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, mesh: ParallelMesh) -> Path:
-    """Writes the mean into a folder that no run uses."""
     present = find(directory)
-    if present:  # perhaps by the same command, which was killed before it had finished the folder
+    if present:  # perhaps written by the same command, which was killed before it updated the pointer file
         sweep_at_start(directory, mesh)
         point_to_newest(directory, secrets.token_hex(8), DISK)
         raise CheckpointError(
-            f"{directory} holds checkpoints already ({present[0].path.name}), and nothing is overwritten. Give --save "
-            "another folder."
+            f"{directory} already holds checkpoints ({present[0].path.name}), and nothing is overwritten. Use another "
+            "folder for --save."
         )
     newest = max((share.checkpoint for share in shares), key=lambda checkpoint: checkpoint.manifest.step)
     pieces = AveragedPieces(tuple(shares))
@@ -71,12 +70,12 @@ def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, mesh: Par
 
 @dataclass(frozen=True)
 class AveragedPieces:
-    """The mean as pieces for the checkpoint writer, computed slice by slice when they are asked for."""
+    """The mean as pieces for the checkpoint writer, computed lazily slice by slice."""
 
     shares: tuple[WeightedCheckpoint, ...]
 
     def snapshot(self) -> Snapshot:
-        """What the checkpoint writer needs: the list of pieces, and their values."""
+        """The keys and values of all pieces, for the checkpoint writer."""
         return Snapshot(tuple((key, "F32") for batch in self._batches() for key in batch), self)
 
     def __iter__(self) -> Iterator[tuple[PieceKey, torch.Tensor]]:
@@ -95,7 +94,6 @@ class AveragedPieces:
 
 
 def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
-    """Checks that two checkpoints hold the same network and were trained with the same tokenizer."""
     changed = [
         f"{field} is {one} and {two}"
         for field, one, two in architecture_differences(first.record.config, other.record.config)
@@ -103,7 +101,7 @@ def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
     if changed:
         raise CheckpointError(
             f"{first.folder} and {other.folder} hold different networks: {'; '.join(changed)}. Only checkpoints of one "
-            "network have a mean."
+            "network can be averaged."
         )
     one, two = first.record.tokenizer, other.record.tokenizer
     if not one.is_of(two):
@@ -111,21 +109,23 @@ def _check_fits(first: OpenCheckpoint, other: OpenCheckpoint) -> None:
         raise CheckpointError(
             f"{first.folder} and {other.folder} were trained with different tokenizers: {one.name} with "
             f"{one.vocab_size} tokens, fingerprint {str(one.fingerprint)[:12]}, and {two.name} with {two.vocab_size}, "
-            f"{str(two.fingerprint)[:12]}{f' ({differing})' if differing else ''}. The rows of their embeddings mean "
-            "different words."
+            f"{str(two.fingerprint)[:12]}{f' ({differing})' if differing else ''}. The rows of their embeddings belong "
+            "to different tokens."
         )
     ours, theirs = first.tensors(), other.tensors()
-    left = sorted(set(ours) ^ set(theirs))
-    if left:
+    unmatched = sorted(set(ours) ^ set(theirs))
+    if unmatched:
         raise CheckpointError(
-            f"{first.folder} and {other.folder} hold different tensors: {', '.join(left[:5])} only in one of them. "
-            "Only checkpoints of one network have a mean."
+            f"{first.folder} and {other.folder} hold different tensors: {', '.join(unmatched[:5])} only in one of "
+            "them. Only checkpoints of one network can be averaged."
         )
 
 
 def _weights_only(record: Record) -> Record:
-    """The record of a checkpoint with the same progress and no optimizer state, which belongs to no run."""
-    sections = [name for name, entries in record.config.items() if _knows_saving(entries)] or ["saving"]
+    """Copies a record without its run and its optimizer state."""
+    sections = [
+        name for name, entries in record.config.items() if isinstance(entries, Mapping) and "no_save_optim" in entries
+    ] or ["saving"]
     changed = {name: {**record.config.get(name, {}), "no_save_optim": True} for name in sections}
     config: dict[str, Any] = {**record.config, **changed}
     return dataclasses.replace(
@@ -137,11 +137,6 @@ def _weights_only(record: Record) -> Record:
         finetuned_from={},
         family=record.first_family,
     )
-
-
-def _knows_saving(entries: Any) -> bool:
-    """Whether a section of a stored configuration is the one that says what is saved."""
-    return isinstance(entries, Mapping) and "no_save_optim" in entries
 
 
 def _origin(shares: Sequence[WeightedCheckpoint]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""How two checkpoints differ: in tensors, in values of the tensors both hold, in configuration and progress."""
+"""Compares two checkpoints: their tensors, values, configuration and progress."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trident.checkpoints.summary import chosen_tensors, flat_config, heading, sh
 
 @dataclass
 class TensorDifference:
-    """How the values of one kind of one tensor differ, collected slice by slice in float64.
+    """Difference statistics of one kind of one tensor, accumulated slice by slice in float64.
 
-    Two NaN are equal; a value that is finite in one checkpoint only differs by infinity.
+    NaN equals NaN; an element that is finite in only one checkpoint differs by infinity.
 
     Args:
         largest_relative: the largest |a - b| / max(|a|, |b|) of an element.
@@ -37,7 +37,7 @@ class TensorDifference:
     squares_first: float = 0.0
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Adds the values of one more slice."""
+        """Adds a pair of tensors of one shape."""
         if first.dtype != second.dtype:
             first, second = first.double(), second.double()
         self.elements += first.numel()
@@ -47,11 +47,11 @@ class TensorDifference:
         self.squares_first += squares
         if torch.equal(first, second):
             return
-        apart = (first != second) & ~(first.isnan() & second.isnan())
-        self.different += int(apart.sum())
-        if not apart.any():
+        differs = (first != second) & ~(first.isnan() & second.isnan())
+        self.different += int(differs.sum())
+        if not differs.any():
             return
-        a, b = first[apart].double(), second[apart].double()
+        a, b = first[differs].double(), second[differs].double()
         absolute = (a - b).abs().nan_to_num(math.inf, math.inf)
         relative = (absolute / torch.maximum(a.abs(), b.abs())).nan_to_num(math.inf, math.inf)
         self.largest_absolute = max(self.largest_absolute, float(absolute.max()))
@@ -60,14 +60,14 @@ class TensorDifference:
 
     @property
     def relative_norm(self) -> float:
-        """The norm of the difference over the norm of the first tensor."""
+        """Norm of the difference divided by the norm of the first tensor."""
         if self.squares == 0:
             return 0.0
         return math.sqrt(self.squares / self.squares_first) if self.squares_first else math.inf
 
     def to_json(self) -> dict[str, Any]:
-        """All figures; infinity as null, because JSON has none."""
-        figures = {
+        """All statistics; JSON has no infinity, it becomes null."""
+        statistics = {
             "largest_absolute": self.largest_absolute,
             "largest_relative": self.largest_relative,
             "relative_norm": self.relative_norm,
@@ -77,13 +77,13 @@ class TensorDifference:
             "kind": self.kind,
             "elements": self.elements,
             "different": self.different,
-            **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+            **{name: value if math.isfinite(value) else None for name, value in statistics.items()},
         }
 
 
 @dataclass(frozen=True)
 class Change:
-    """A field that has different values; None where a checkpoint does not have it."""
+    """A field with different values; None for a checkpoint without the field."""
 
     field: str
     first: Any
@@ -92,7 +92,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How two checkpoints differ; `differences` has an entry for every tensor that was compared."""
+    """The differences of two checkpoints; `differences` has an entry for every compared tensor."""
 
     first: OpenCheckpoint
     second: OpenCheckpoint
@@ -105,7 +105,7 @@ class Comparison:
 
     @property
     def holds_same_tensors(self) -> bool:
-        """Whether both hold the same tensors with the same values, bit for bit except for signs of zero."""
+        """True if both hold the same tensors with the same values, bit for bit except for the sign of zero."""
         same_names = not (self.only_first or self.only_second or self.other_shape)
         return same_names and not any(entry.different for entry in self.differences)
 
@@ -130,15 +130,15 @@ def compare(
     *,
     with_moments: bool = False,
 ) -> Comparison:
-    """Compares two checkpoints, of whatever layouts, in constant memory.
+    """Compares two checkpoints of any layouts in constant memory.
 
     Args:
-        patterns: shell patterns of tensor names; all tensors without one.
-        with_moments: compare the moments that both hold, too.
+        patterns: shell patterns of tensor names; default: all tensors.
+        with_moments: also compare the optimizer moments that both hold.
 
     Raises:
         CheckpointError: a pattern matches no tensor of the first.
-        DamagedError: the bytes are not those that were written.
+        DamagedError: a checkpoint is damaged.
     """
     ours, theirs = chosen_tensors(first, patterns), second.tensors()
     if patterns:
@@ -165,7 +165,7 @@ def compare(
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """A comparison: what only one has, tensors that differ as a table, fields that differ, and a verdict."""
+    """Formats a comparison: unmatched tensors, a table of differing tensors, differing fields, and a verdict."""
     yield from heading(comparison.first)
     yield from heading(comparison.second)
     for which, names in (("first", comparison.only_first), ("second", comparison.only_second)):
@@ -193,16 +193,16 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
     if comparison.holds_same_tensors:
         yield f"EQUAL: all {len(comparison.differences)} tensors, bit for bit"
         return
-    apart = [*comparison.only_first, *comparison.only_second, *(change.field for change in comparison.other_shape)]
+    unmatched = len(comparison.only_first) + len(comparison.only_second) + len(comparison.other_shape)
     largest = max((entry.largest_absolute for entry in different), default=0.0)
     yield (
-        f"DIFFERENT: {len(different)} of the {len(comparison.differences)} tensors that were compared (largest "
-        f"absolute difference {largest:.3g}), and {len(apart)} that could not be compared"
+        f"DIFFERENT: {len(different)} of {len(comparison.differences)} compared tensors (largest absolute difference "
+        f"{largest:.3g}), and {unmatched} that could not be compared"
     )
 
 
 def _kinds(one: CheckpointTensor, other: CheckpointTensor, with_moments: bool) -> Iterator[Kind]:
-    yield "weight"  # read from the fp32 master where only that is stored
+    yield "weight"  # read from the fp32 master weight if only that is stored
     if with_moments:
         moments: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
         yield from (kind for kind in moments if kind in one.kinds and kind in other.kinds)

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints: complete ones, damaged ones, and what interrupted saves and deletions left."""
+"""Lists a folder of checkpoints: complete and damaged ones, and leftovers of interrupted saves and deletions."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.keeping.summaries import ManifestSummaries, ManifestSummary
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step
 from megatron.checkpoint.publish import unfinished_in
+from megatron.checkpoint.retention.summaries import ManifestSummaries, ManifestSummary
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, DamagedError, StorageError
 
@@ -22,15 +22,15 @@ _LEFTOVER_STATES = {"tmp": UNFINISHED, "trash": DELETED, "old": ASIDE}
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A folder that is, was or was to be a checkpoint.
+    """A folder that is, was or should have become a checkpoint.
 
     Attributes:
-        state: complete: manifest, sizes and headers are good, its data was not read. damaged: they are not.
+        state: complete: manifest, sizes and headers are valid; tensors were not read. damaged: they are invalid.
             unreadable: this user or this version cannot read it. link: a symbolic link, which is not followed.
-            unfinished, deleted: what a dead save or deletion left. aside: it was being replaced by a save that died.
-        size_bytes: by its manifest if it is good, else what its files take on the disk; None if that cannot be seen.
-        summary: None unless its manifest and files are good.
-        problem: why it is not good; empty if it is.
+            unfinished, deleted: left by an interrupted save or deletion. aside: an interrupted save was replacing it.
+        size_bytes: from its manifest if valid, else its size on disk; None if it cannot be read.
+        summary: None unless manifest and files are valid.
+        problem: why it is invalid, or empty.
     """
 
     path: Path
@@ -60,9 +60,9 @@ class ListedCheckpoint:
 
 
 def entries_in(directory: Path, storage: Storage) -> list[ListedCheckpoint]:
-    """The checkpoints of a folder and what is left of others, newest first; no tensor is read.
+    """The checkpoints and leftovers in a folder, newest first; no tensor is read.
 
-    A folder that is a checkpoint itself is its own only entry.
+    A folder that is a checkpoint itself is the only entry.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -90,7 +90,6 @@ def entries_in(directory: Path, storage: Storage) -> list[ListedCheckpoint]:
 def _entry(
     path: Path, step: int, state: str | None, summaries: ManifestSummaries, storage: Storage
 ) -> ListedCheckpoint:
-    """Looks at one folder; a checkpoint that was moved aside may be whole."""
     if storage.is_link(path):
         return ListedCheckpoint(path, step, LINK, None, problem="symbolic links are not followed")
     if state in (UNFINISHED, DELETED):
@@ -98,8 +97,9 @@ def _entry(
     try:
         summary = summaries.of(path)
     except (CheckpointError, StorageError) as failure:
-        wrong = DAMAGED if isinstance(failure, DamagedError) else UNREADABLE
-        return ListedCheckpoint(path, step, state or wrong, _taken_bytes(path, storage), problem=str(failure))
+        problem_state = DAMAGED if isinstance(failure, DamagedError) else UNREADABLE
+        return ListedCheckpoint(path, step, state or problem_state, _taken_bytes(path, storage), problem=str(failure))
+    # A checkpoint that was moved aside may be complete.
     return ListedCheckpoint(path, summary.step, state or COMPLETE, summary.size_bytes, summary)
 
 

@@ -1,4 +1,4 @@
-"""Cuts the tensors of a checkpoint into slices of bounded size, whatever layout wrote it and however large they are."""
+"""Cuts the tensors of a checkpoint of any layout into slices of bounded size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SLICE_BYTES = 32 * 2**20
 
 
 def batches(tensors: Iterable[tuple[str, Kind, tuple[int, ...]]]) -> Iterator[list[PieceKey]]:
-    """Flat ranges that make up tensors (name, kind, shape), in order, in lists that may be in memory at once.
+    """Flat ranges that cover tensors (name, kind, shape) in order, grouped into batches.
 
-    A range has at most `SLICE_BYTES` in float32, and so has a list together, so that small tensors are read at once.
+    A batch has at most `SLICE_BYTES` in float32, so that small tensors are read together.
     """
     most = max(1, SLICE_BYTES // ITEM_BYTES["F32"])
     batch: list[PieceKey] = []

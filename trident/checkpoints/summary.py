@@ -1,4 +1,4 @@
-"""What is in a checkpoint: its tensors with figures of their values, its record and its sizes; and as lines of text."""
+"""Summarizes a checkpoint: its tensors with statistics of their values, its record and its sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _UNITS = ("bytes", "KB", "MB", "GB", "TB")
 
 
 @dataclass
-class ValueFigures:
-    """Figures of a tensor's values, collected slice by slice in float64; non-finite values are only counted."""
+class ValueStats:
+    """Statistics of a tensor's values, accumulated slice by slice in float64; non-finite values are only counted."""
 
     finite: int = 0
     not_finite: int = 0
@@ -32,10 +32,10 @@ class ValueFigures:
     largest: float = -math.inf
 
     def add(self, values: torch.Tensor) -> None:
-        """Adds more values."""
+        """Adds the values of a tensor; NaN and infinity are counted apart."""
         count = values.numel()
         total = float(values.sum(dtype=torch.float64))
-        if not math.isfinite(total):  # a sum of finite values of 32 bits is finite
+        if not math.isfinite(total):  # the float64 sum of finite float32 values is finite
             values = values[values.isfinite()]
             total = float(values.sum(dtype=torch.float64))
         self.not_finite += count - values.numel()
@@ -52,7 +52,7 @@ class ValueFigures:
         return math.sqrt(self.squares)
 
     def to_json(self) -> dict[str, Any]:
-        """Norm, mean, smallest and largest value (null without a finite value) and the number of non-finite values."""
+        """All statistics; null without a finite value."""
         known = self.finite > 0
         return {
             "norm": self.norm if known else None,
@@ -65,10 +65,10 @@ class ValueFigures:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor, with the figures of the kinds whose values were read."""
+    """A tensor, with the statistics of the kinds that were read."""
 
     tensor: CheckpointTensor
-    figures: Mapping[Kind, ValueFigures] = field(default_factory=dict)
+    stats: Mapping[Kind, ValueStats] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,7 +76,7 @@ class TensorSummary:
             "shape": list(self.tensor.shape),
             "elements": self.tensor.numel,
             "kinds": {
-                kind: {"type": dtype, **(self.figures[kind].to_json() if kind in self.figures else {})}
+                kind: {"type": dtype, **(self.stats[kind].to_json() if kind in self.stats else {})}
                 for kind, dtype in self.tensor.kinds.items()
             },
         }
@@ -84,7 +84,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """A checkpoint as the tool shows it; `tensors` are those that were asked for, sorted by name."""
+    """A checkpoint and its selected tensors, sorted by name."""
 
     checkpoint: OpenCheckpoint
     tensors: Sequence[TensorSummary]
@@ -95,7 +95,7 @@ class CheckpointSummary:
 
     @property
     def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes that the tensors shown take, by kind."""
+        """Size of the selected tensors, by kind."""
         sizes: dict[str, int] = {}
         for summary in self.tensors:
             for kind, dtype in summary.tensor.kinds.items():
@@ -104,13 +104,13 @@ class CheckpointSummary:
 
     @property
     def norm(self) -> float | None:
-        """The norm of all weights shown; None if no values were read."""
-        weights = [summary.figures.get(summary.tensor.weight_kind) for summary in self.tensors]
-        squares = [figures.squares for figures in weights if figures]
+        """Norm of all selected weights; None if no values were read."""
+        weights = [summary.stats.get(summary.tensor.weight_kind) for summary in self.tensors]
+        squares = [stats.squares for stats in weights if stats]
         return math.sqrt(math.fsum(squares)) if squares else None
 
     def to_json(self) -> dict[str, Any]:
-        """The whole summary, with the record as it is stored."""
+        """All fields, and the stored record."""
         files = self.checkpoint.manifest.files
         return {
             "path": str(self.checkpoint.folder),
@@ -126,7 +126,7 @@ class CheckpointSummary:
 
 
 def chosen_tensors(checkpoint: OpenCheckpoint, patterns: Sequence[str] = ()) -> dict[str, CheckpointTensor]:
-    """The tensors whose names match one of the shell patterns, all without patterns, in the order of the files.
+    """The tensors whose names match any of the shell patterns, in file order; default: all tensors.
 
     Raises:
         CheckpointError: a pattern matches no tensor.
@@ -151,19 +151,19 @@ def summarize(
     with_values: bool = True,
     with_moments: bool = False,
 ) -> CheckpointSummary:
-    """Describes a checkpoint.
+    """Summarizes a checkpoint.
 
     Args:
-        patterns: shell patterns of tensor names; all tensors without one.
-        with_values: read the weights, which also verifies their bytes, instead of the manifest only.
-        with_moments: read the other stored kinds, too.
+        patterns: shell patterns of tensor names; default: all tensors.
+        with_values: read the weights, which also verifies their digests, instead of the manifest only.
+        with_moments: also read the other stored kinds.
 
     Raises:
         CheckpointError: a pattern matches no tensor.
-        DamagedError: the bytes are not those that were written.
+        DamagedError: the checkpoint is damaged.
     """
     chosen = chosen_tensors(checkpoint, patterns)
-    figures: dict[str, dict[Kind, ValueFigures]] = {name: {} for name in chosen}
+    stats: dict[str, dict[Kind, ValueStats]] = {name: {} for name in chosen}
     read = (
         (tensor.name, kind, tensor.shape)
         for tensor in (chosen.values() if with_values else ())
@@ -171,12 +171,12 @@ def summarize(
     )
     for batch in batches(read):
         for key, values in zip(batch, checkpoint.read(batch), strict=True):
-            figures[key.name].setdefault(key.kind, ValueFigures()).add(values)
-    return CheckpointSummary(checkpoint, [TensorSummary(chosen[name], figures[name]) for name in sorted(chosen)])
+            stats[key.name].setdefault(key.kind, ValueStats()).add(values)
+    return CheckpointSummary(checkpoint, [TensorSummary(chosen[name], stats[name]) for name in sorted(chosen)])
 
 
 def summary_lines(summary: CheckpointSummary) -> Iterator[str]:
-    """A summary: the run, the tensors as a table, and the configuration as far as it was given."""
+    """Formats a summary: the run, a table of tensors, and the configuration without defaults."""
     checkpoint = summary.checkpoint
     yield from heading(checkpoint)
     files = checkpoint.manifest.files
@@ -192,26 +192,26 @@ def summary_lines(summary: CheckpointSummary) -> Iterator[str]:
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], texts: int) -> Iterator[str]:
-    """Columns of equal width; the first `texts` are aligned to the left, the others to the right."""
+    """Formats rows as columns; the first `texts` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    for place, row in enumerate((heading, *rows)):
+    for index, row in enumerate((heading, *rows)):
         cells = [
             cell.ljust(width) if number < texts else cell.rjust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield " | ".join(cells).rstrip()
-        if place == 0:
+        if index == 0:
             yield "-" * (sum(widths) + 3 * (len(widths) - 1))
 
 
 def size_text(size_bytes: float) -> str:
-    """A size with its unit, to four digits."""
+    """A size with its unit, to four significant digits."""
     power = min(len(_UNITS) - 1, int(math.log10(size_bytes) // 3)) if size_bytes >= 1 else 0
     return f"{size_bytes / 1000**power:.4g} {_UNITS[power]}"
 
 
 def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a stored configuration by "section.field"; where they came from is left out."""
+    """The values of a stored configuration by "section.field", without their provenance."""
     return {
         f"{section}.{name}": value
         for section, entries in config.items()
@@ -221,7 +221,7 @@ def flat_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def heading(checkpoint: OpenCheckpoint) -> Iterator[str]:
-    """What a checkpoint is, how far its run had come, and its tokenizer."""
+    """Formats the path, the progress and the tokenizer of a checkpoint."""
     record = checkpoint.record
     progress = record.progress
     yield f"checkpoint {checkpoint.folder}"
@@ -236,39 +236,35 @@ def heading(checkpoint: OpenCheckpoint) -> Iterator[str]:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """A shape."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def value_text(value: Any) -> str:
-    """A value, cut short."""
     text = str(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 
 
 def _tensor_rows(summary: TensorSummary) -> Iterator[tuple[str, ...]]:
-    """A row for each kind whose values were read, and one for the kinds that were not."""
+    """Rows of the kinds that were read; without any, one row that names all kinds."""
     tensor = summary.tensor
-    for kind, figures in summary.figures.items():
-        yield (tensor.name, shape_text(tensor.shape), kind, tensor.kinds[kind], *_figures(figures))
-    left: list[Kind] = [kind for kind in tensor.kinds if kind not in summary.figures]
-    if left and not summary.figures:
-        types = dict.fromkeys(tensor.kinds[kind] for kind in left)
-        yield (tensor.name, shape_text(tensor.shape), " ".join(left), " ".join(types), "", "", "", "")
+    for kind, stats in summary.stats.items():
+        yield (tensor.name, shape_text(tensor.shape), kind, tensor.kinds[kind], *_stats(stats))
+    if tensor.kinds and not summary.stats:
+        types = dict.fromkeys(tensor.kinds.values())
+        yield (tensor.name, shape_text(tensor.shape), " ".join(tensor.kinds), " ".join(types), "", "", "", "")
 
 
-def _figures(figures: ValueFigures) -> tuple[str, ...]:
-    if not figures.finite:
-        return ("", "", "", f"{figures.not_finite} not finite")
-    mean = figures.total / figures.finite
-    largest = f"{figures.largest:.4g}"
-    if figures.not_finite:
-        largest += f", {figures.not_finite} not finite"
-    return (f"{figures.norm:.6g}", f"{mean:.3g}", f"{figures.smallest:.4g}", largest)
+def _stats(stats: ValueStats) -> tuple[str, ...]:
+    if not stats.finite:
+        return ("", "", "", f"{stats.not_finite} not finite")
+    mean = stats.total / stats.finite
+    largest = f"{stats.largest:.4g}"
+    if stats.not_finite:
+        largest += f", {stats.not_finite} not finite"
+    return (f"{stats.norm:.6g}", f"{mean:.3g}", f"{stats.smallest:.4g}", largest)
 
 
 def _config_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
-    """The stored fields that were not left at their defaults."""
     config = checkpoint.record.config
     given = {name for name, source in dict(config.get("provenance", {})).items() if source != "default"}
     for name, value in flat_config(config).items():

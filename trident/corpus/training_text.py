@@ -103,15 +103,15 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recip
                 f"{recipe.flag} {dataset} has changed since it was prepared in {folder}, which earlier experiments go "
                 f"on with. Begin in another {recipe.place}, or delete {folder} if none of them will be continued."
             )
-        log.doing(f"reading {dataset}")
+        log.set_activity(f"reading {dataset}")
         check_inputs(inputs, ("text",))
         log.info(f"preparing {dataset or 'the texts that come with Python'} in {folder}")
         inputs = _documents(inputs, folder, recipe)
         if tokenizer is None:
             tokenizer = str(folder / "tokenizer.json")
-            log.doing("learning a tokenizer from the text")
+            log.set_activity("learning a tokenizer from the text")
             _learn_tokenizer(inputs, Path(tokenizer), recipe, dataset or "the text that comes with Python")
-        log.doing("turning the text into tokens")
+        log.set_activity("turning the text into tokens")
         choice = TokenizerChoice("HFTokenizer", None, None, tokenizer)
         options = EncodeOptions(choice, append_eod=recipe.append_eod, document_separator=_LINES)
         with _progress(inputs) as progress:

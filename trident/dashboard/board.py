@@ -1,4 +1,4 @@
-"""All runs of the dashboard, followed by one thread, and a number that says whether anything has changed."""
+"""All runs of the dashboard, followed by one thread, and a counter of changes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trident.dashboard.followed_run import DashboardRun
 
 _POLL_SECONDS = 0.5
 _SEARCH_SECONDS = 3.0
-_TURN_SECONDS = 0.25
+_NOTIFY_SECONDS = 0.25
 
 
 class Board:
-    """The runs in some folders. Runs join as their folders appear, and stay when those are deleted.
+    """The runs in some folders. Runs are added as their folders appear, and kept when those are deleted.
 
     Args:
-        folders: folders of runs, or that hold some.
+        folders: run folders, or folders that contain some.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -36,12 +36,11 @@ class Board:
         self._thread = threading.Thread(target=self._follow, name="dashboard", daemon=True)
 
     def start(self) -> None:
-        """Starts to follow the runs."""
         self.search()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops following the runs, and wakes whoever waits for changes."""
+        """Stops following the runs, and wakes all waiting threads."""
         self._is_stopping.set()
         with self._change:
             self._change.notify_all()
@@ -53,35 +52,36 @@ class Board:
         return self._is_stopping.is_set()
 
     def pause(self, seconds: float) -> None:
-        """Waits, but not for longer than the dashboard runs."""
+        """Sleeps, or returns early when the board is stopped."""
         self._is_stopping.wait(seconds)
 
     def search(self) -> None:
-        """Takes in runs that are new."""
-        for place in find_runs(self.folders):
-            if place.path not in self._known:
-                self._known.add(place.path)
+        """Adds new runs."""
+        for folder in find_runs(self.folders):
+            if folder.path not in self._known:
+                self._known.add(folder.path)
                 number = len(self.runs) + 1
-                self.runs = {**self.runs, number: DashboardRun(number, place)}
+                self.runs = {**self.runs, number: DashboardRun(number, folder)}
         self._searched_at = time.monotonic()
 
     def poll(self) -> bool:
-        """Reads a part of what is new in each run; returns whether there is more to read at once."""
+        """Reads some new lines of each run; returns True if more can be read immediately."""
         runs = list(self.runs.values())
         shown = [run.version for run in runs]
         for run in runs:
-            run.look()
+            run.load_preview()
         has_more = False
-        until = time.monotonic() + _TURN_SECONDS
+        deadline = time.monotonic() + _NOTIFY_SECONDS
         for run in runs:
             has_more = run.poll() or has_more
-            if (time.monotonic() > until or run is runs[-1]) and (versions := [one.version for one in runs]) != shown:
-                self._tell()
-                until, shown = time.monotonic() + _TURN_SECONDS, versions
+            is_due = time.monotonic() > deadline or run is runs[-1]
+            if is_due and (versions := [one.version for one in runs]) != shown:
+                self._notify()
+                deadline, shown = time.monotonic() + _NOTIFY_SECONDS, versions
         return has_more
 
     def summaries(self, known: dict[int, int] | None = None) -> list[dict[str, Any]]:
-        """The runs, or those that changed since the versions in `known`, which is brought up to date."""
+        """The runs, or those that changed since the versions in `known`; updates `known`."""
         summaries = []
         for number, run in self.runs.items():
             version = run.version
@@ -92,7 +92,7 @@ class Board:
         return summaries
 
     def wait(self, changes: int, most_seconds: float) -> int:
-        """Waits until there were more than `changes`; returns how many there were."""
+        """Waits for more than `changes` changes; returns their number."""
         with self._change:
             self._change.wait_for(lambda: self._changes > changes or self.is_stopping, most_seconds)
             return self._changes
@@ -101,29 +101,28 @@ class Board:
         try:
             return run.summary()
         except Exception as failure:
-            run.give_up(failure)
+            run.mark_unreadable(failure)
             return run.summary()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         with self._change:
             self._changes += 1
             self._change.notify_all()
 
     def _follow(self) -> None:
-        """The thread: each failure is logged once, and the thread continues."""
-        said = ""
+        logged = ""  # each failure is logged once, and the thread continues
         while not self.is_stopping:
             try:
                 if time.monotonic() - self._searched_at > _SEARCH_SECONDS:
                     count = len(self.runs)
                     self.search()
                     if len(self.runs) > count:
-                        self._tell()
+                        self._notify()
                 has_more = self.poll()
             except Exception as failure:
                 has_more = False
-                if repr(failure) != said:
-                    said = repr(failure)
+                if repr(failure) != logged:
+                    logged = repr(failure)
                     reason = str(failure) if isinstance(failure, OSError) else f"\n{traceback.format_exc()}"
-                    log.warning(f"the runs could not be read just now: {reason}")
+                    log.warning(f"the runs cannot be read at the moment: {reason}")
             self._is_stopping.wait(0.001 if has_more else _POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The configuration of runs as rows of a table, and in what they differ."""
+"""The configurations of runs as rows of a table, and their differences."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from megatron.secret_text import masked
 
 _LONGEST_VALUE = 2_000
-# Where a run writes and what it is called differ in any two runs.
-_PLACES = frozenset({"report.run_dir", "saving.save", "loading.load", "report.wandb_exp_name", "data.data_cache_path"})
+# Paths and names differ between any two runs.
+_PATHS = frozenset({"report.run_dir", "saving.save", "loading.load", "report.wandb_exp_name", "data.data_cache_path"})
 
 
 def rows(config: Mapping[str, Any]) -> dict[str, str]:
-    """The values by "section.field", as text, without the secrets of addresses."""
+    """The values as text by "section.field", with secrets masked."""
     table = {}
     for section, fields in config.items():
         if section == "provenance":
@@ -26,14 +26,14 @@ def rows(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def given(config: Mapping[str, Any]) -> list[str]:
-    """Which fields were set by the user, as "section.field"."""
+    """The fields set by the user, as "section.field"."""
     origins = config.get("provenance")
     entries = origins.items() if isinstance(origins, dict) else []
     return sorted(name for name, origin in entries if origin not in ("default", "derived"))
 
 
 def differences(tables: Sequence[Mapping[str, str]]) -> list[str]:
-    """The rows in which not all tables agree; the names of folders, which always differ, come last."""
+    """The rows in which tables differ; paths, which always differ, come last."""
     names = dict.fromkeys(name for table in tables for name in table)
-    apart = [name for name in names if len({table.get(name) for table in tables}) > 1]
-    return [*(name for name in apart if name not in _PLACES), *(name for name in apart if name in _PLACES)]
+    differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
+    return sorted(differing, key=_PATHS.__contains__)

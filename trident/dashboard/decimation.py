@@ -1,6 +1,6 @@
-"""Curves of any length as a few hundred points: smoothed over all values, then the extremes of each interval.
+"""Reduces curves of any length to a few hundred points, smoothed over all values.
 
-The lowest and the highest value of each interval are kept, so that a spike of one step among a million stays visible.
+Each interval keeps its lowest and highest value, so that a spike of one step in a million stays visible.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class DecimatedCurve:
     """Points to draw. Shapes: each `[points]`.
 
     Attributes:
-        x: where the first value of each interval is.
-        low, high: the extremes of the interval; NaN where it has no finite value.
-        line: the smoothed value at the end of the interval.
-        extent: the first and last place of the whole curve, not only of the part that was asked for.
+        x: position of the first value of each interval.
+        low, high: extremes of the interval; NaN if it has no finite value.
+        line: smoothed value at the end of the interval.
+        extent: first and last position of the whole curve, not only of the selected range.
     """
 
     x: np.ndarray
@@ -29,9 +29,9 @@ class DecimatedCurve:
 
 
 def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
-    """The exponential moving average that gives the past `weight`, as if nothing were before the first value.
+    """The exponential moving average with bias correction; `weight` is the decay.
 
-    y_i = (Σ_j weight^(i-j) x_j) / (Σ_j weight^(i-j)), over the finite values; others keep their places and stay NaN.
+    y_i = (Σ_j weight^(i-j) x_j) / (Σ_j weight^(i-j)) over the finite values; the others become NaN.
 
     Shapes: values `[n]` -> `[n]`.
     """
@@ -40,14 +40,14 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     result = np.full(len(values), np.nan, values.dtype)
     is_finite = np.isfinite(values)
     known = values[is_finite].astype(np.float64)
-    # Within a block, weight^-j stays far from the largest float.
+    # Within a block, weight^-j does not overflow.
     block = max(1, min(512, int(200.0 / -np.log10(weight)))) if weight < 1.0 else 512
     powers = weight ** np.arange(1, block + 1)
     averages, total, mass = np.empty(len(known)), 0.0, 0.0
     for start in range(0, len(known), block):
-        part = known[start : start + block]
-        power = powers[: len(part)]
-        totals = power * (total + np.cumsum(part / power))
+        chunk = known[start : start + block]
+        power = powers[: len(chunk)]
+        totals = power * (total + np.cumsum(chunk / power))
         masses = power * (mass + np.cumsum(1.0 / power))
         averages[start : start + block] = totals / masses
         total, mass = totals[-1], masses[-1]
@@ -55,8 +55,8 @@ def smoothed(values: np.ndarray, weight: float) -> np.ndarray:
     return result
 
 
-def placed(x: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The places in ascending order and the rows in the same one, without points whose place is not finite.
+def sorted_points(x: np.ndarray, *rows: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Sorts points by position, without those whose position is not finite.
 
     Shapes: x and rows each `[n]` -> `[m]`.
     """
@@ -77,14 +77,14 @@ def decimated(
     *,
     is_logarithmic: bool = False,
 ) -> DecimatedCurve:
-    """At most about `points` intervals of equal width on the screen, with their extremes.
+    """Reduces a curve to about `points` intervals of equal width on the screen.
 
-    Shapes: x, values and line `[n]`, x finite and ascending: see `placed`.
+    Shapes: x, values and line `[n]`, x finite and ascending: see `sorted_points`.
 
     Args:
         line: `smoothed` values.
-        between: the part of the axis that is shown, to which the nearest point on either side is added; None for all.
-        is_logarithmic: whether the axis is, so that places that are not above 0 are left out.
+        between: the visible range of the axis; includes the nearest point on either side. None for all.
+        is_logarithmic: use a logarithmic axis, without positions <= 0.
     """
     start, end = 0, len(x)
     if is_logarithmic:
@@ -104,13 +104,12 @@ def decimated(
     ends = np.append(starts[1:], len(x)) - 1
     if not np.isfinite(values).all():
         values = np.where(np.isfinite(values), values, np.nan)
-    shown = line[ends] if np.isfinite(line[ends]).all() else _carried(line)[ends]
+    shown = line[ends] if np.isfinite(line[ends]).all() else _forward_filled(line)[ends]
     low, high = np.fmin.reduceat(values, starts), np.fmax.reduceat(values, starts)
     return DecimatedCurve(x[starts].astype(np.float64), low, high, shown, extent)
 
 
-def _carried(values: np.ndarray) -> np.ndarray:
-    """Values with the last finite one in place of those that are not."""
+def _forward_filled(values: np.ndarray) -> np.ndarray:
     rows = np.where(np.isfinite(values), np.arange(len(values)), -1)
     np.maximum.accumulate(rows, out=rows)
     return np.where(rows >= 0, values[np.maximum(rows, 0)], np.nan)

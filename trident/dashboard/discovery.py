@@ -1,4 +1,4 @@
-"""Finds the folders of runs below the folders that the dashboard was given."""
+"""Finds the run folders below some folders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _NEVER_RUNS = ("iter_", "global_step", ".")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, and the name it is shown by."""
+    """The folder of a run, and its display name."""
 
     path: Path
     name: str
 
 
 def check_folders(folders: Sequence[str]) -> list[Path]:
-    """The folders that were asked for.
+    """Checks that all paths are folders; a metrics file stands for its folder.
 
     Raises:
         DataError: one does not exist or is not a folder.
@@ -36,7 +36,7 @@ def check_folders(folders: Sequence[str]) -> list[Path]:
             path = path.parent
         if not path.is_dir():
             raise DataError(
-                f"{text} is not a folder. Give the folder of a run (--run-dir of pretrain_gpt.py), or one that holds "
+                f"{text} is not a folder. Give the folder of a run (--run-dir of pretrain_gpt.py), or one containing "
                 "such folders, like runs/."
             )
         paths.append(path)
@@ -44,7 +44,7 @@ def check_folders(folders: Sequence[str]) -> list[Path]:
 
 
 def find_runs(folders: Sequence[Path]) -> list[RunFolder]:
-    """The runs in some folders and a few levels below them, each once, by name; symbolic links are not followed."""
+    """The runs in some folders and a few levels below, sorted by name; symbolic links are not followed."""
     runs: dict[Path, RunFolder] = {}
     for folder in folders:
         for path in _runs_in(folder):
@@ -53,17 +53,17 @@ def find_runs(folders: Sequence[Path]) -> list[RunFolder]:
             if len(folders) > 1 and relative != ".":
                 name = f"{folder.resolve().name}/{name}"
             runs.setdefault(path.resolve(), RunFolder(path, name))
-    return sorted(runs.values(), key=lambda place: place.name)
+    return sorted(runs.values(), key=lambda run: run.name)
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:
-    looked_at = 0
+    visited = 0
     level = [folder]
     for _ in range(_DEEPEST):
         below: list[Path] = []
         for path in level:
-            looked_at += 1
-            if looked_at > _MOST_FOLDERS:
+            visited += 1
+            if visited > _MOST_FOLDERS:
                 return
             names, folders = _entries(path)
             if METRICS_NAME in names or {CONFIG_NAME, "log.txt"} <= names:
@@ -74,7 +74,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 
 
 def _entries(path: Path) -> tuple[set[str], list[str]]:
-    """The names of the files and of the folders in one that may be, or hold, runs."""
+    """The names of the files, and of the folders that may be or contain runs."""
     files, folders = set(), []
     try:
         with os.scandir(path) as entries:
@@ -83,6 +83,6 @@ def _entries(path: Path) -> tuple[set[str], list[str]]:
                     folders += [] if entry.name.startswith(_NEVER_RUNS) else [entry.name]
                 elif entry.is_file(follow_symlinks=False):
                     files.add(entry.name)
-    except OSError:  # deleted meanwhile, or not ours to read
+    except OSError:  # deleted meanwhile, or not readable
         return set(), []
     return files, sorted(folders)

@@ -1,4 +1,4 @@
-"""What happened in a run, as sentences in the order of time: starts, resumes, saves, skips, stops."""
+"""The events of a run as sentences in chronological order: starts, resumes, saves, skips, stops."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ENDS = {"finished": "good", "stopped": "notice", "failed": "bad"}
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """An event of a run.
 
     Attributes:
         kind: start, resume, save, failed_save, passed, skip, finished, stopped, failed, or lost.
-        level: good, notice, bad, or nothing.
+        level: good, notice, bad, or empty.
         at: seconds since 1970; None if only the step is known.
         iteration: the step; None if unknown.
     """
@@ -35,20 +35,20 @@ class Event:
         return {"kind": self.kind, "text": self.text, "level": self.level, "at": self.at, "iteration": self.iteration}
 
 
-def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
-    """The events that `metrics.jsonl` and `events.jsonl` record.
+def from_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+    """The events recorded in `metrics.jsonl` and `events.jsonl`.
 
     Args:
-        records: the records of both that are no steps or evaluations, as `records` leaves them.
+        records: valid records of both files, without steps and evaluations.
     """
     is_open = False
-    for record in sorted(records, key=_moment):
+    for record in sorted(records, key=_recorded_at):
         kind, at, iteration = record["kind"], record.get("at"), record.get("iteration")
         text = masked(record.get("text", ""))
         if kind == "start":
             step = record.get("step") or 0
             if is_open:
-                yield Event("lost", "The start before this one ended without a message: it was killed.", "bad", at)
+                yield Event("lost", "The previous start ended without a message: it was killed.", "bad", at)
             is_open = True
             ranks = record.get("world_size")
             on = f" on {ranks} rank{'s' * (ranks != 1)}" if ranks else ""
@@ -67,14 +67,14 @@ def of_records(records: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
         elif kind == "passed":
             batch = f"samples {record.get('first_sample')} to {record.get('last_sample')}"
             reason = "on which earlier starts ended in NaN"
-            yield Event("passed", f"Passed over a batch ({batch}) {reason}.", "notice", at, iteration)
+            yield Event("passed", f"Skipped a batch ({batch}) {reason}.", "notice", at, iteration)
         elif kind in _ENDS:
             is_open = False
             yield Event(kind, text or f"The run {kind}.", _ENDS[kind], at, iteration)
 
 
-def of_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterator[Event]:
-    """The steps whose update was skipped, those in a row as one event; of many, the last.
+def from_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterator[Event]:
+    """The skipped updates; consecutive ones are one event. Only the last events are returned.
 
     Shapes: each `[steps]`.
 
@@ -89,23 +89,23 @@ def of_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Iterato
         where = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
         not_finite = int(np.count_nonzero(bad[group] > 0))
         reason = " The loss or the gradient was not finite." if not_finite else ""
-        counted = "1 update was" if len(group) == 1 else f"{len(group)} updates were"
-        yield Event("skip", f"{counted} skipped at {where}.{reason}", "bad" if not_finite else "notice", None, last)
+        updates = "1 update was" if len(group) == 1 else f"{len(group)} updates were"
+        yield Event("skip", f"{updates} skipped at {where}.{reason}", "bad" if not_finite else "notice", None, last)
 
 
-def in_order(dated: Sequence[Event], skips: Iterable[Event]) -> list[Event]:
-    """All events, oldest first: a skip, whose time is unknown, follows what happened at the last step before it."""
+def with_skips(dated: Sequence[Event], skips: Iterable[Event]) -> list[Event]:
+    """Inserts skips, whose time is unknown, after the last event of an earlier step."""
     events = list(dated)
     for skip in skips:
-        before = [place for place, event in enumerate(events) if (event.iteration or 0) <= (skip.iteration or 0)]
+        before = [index for index, event in enumerate(events) if (event.iteration or 0) <= (skip.iteration or 0)]
         events.insert(before[-1] + 1 if before else 0, skip)
     return events
 
 
 def end_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """How the last start of a run ended: finished, stopped or failed; empty if it has not, or said nothing."""
+    """The end of the last start of a run: finished, stopped or failed; empty if none was recorded."""
     end = ""
-    for record in sorted(records, key=_moment):
+    for record in sorted(records, key=_recorded_at):
         if record["kind"] == "start":
             end = ""
         elif record["kind"] in _ENDS:
@@ -113,5 +113,5 @@ def end_of(records: Sequence[Mapping[str, Any]]) -> str:
     return end
 
 
-def _moment(record: Mapping[str, Any]) -> float:
+def _recorded_at(record: Mapping[str, Any]) -> float:
     return record.get("at") or 0.0

@@ -1,4 +1,4 @@
-"""Reads a file of lines that another process appends to, from where the last reading ended."""
+"""Follows a file of lines that another process appends to."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class NewLines:
-    """What was read in one go.
+    """The lines of one read.
 
     Attributes:
-        lines: whole lines without their ends.
-        is_new: whether the file is not the one that was read before, or was cut: earlier lines no longer count.
-        has_more: whether another part can be read at once.
+        lines: complete lines without line ends.
+        is_new: the file was replaced or truncated: earlier lines are invalid.
+        has_more: another part can be read immediately.
     """
 
     lines: tuple[bytes, ...] = ()
@@ -33,12 +33,12 @@ class NewLines:
 
 
 class LineTail:
-    """Follows one file, which need not exist yet, may be cut, replaced or deleted, and may end in half a line.
+    """Follows one file, which may be missing, truncated, replaced or deleted, and may end in an incomplete line.
 
-    A symbolic link is not followed, so that a folder of runs cannot show files from elsewhere.
+    Symbolic links are not followed, so that a folder of runs cannot show files from elsewhere.
 
     Args:
-        part_bytes: how much is read in one go; a longer line is passed over.
+        part_bytes: size of one read; longer lines are skipped.
     """
 
     def __init__(self, path: Path, part_bytes: int = 1 << 20) -> None:
@@ -52,7 +52,7 @@ class LineTail:
         self._is_inside_long_line = False
 
     def read(self) -> NewLines:
-        """The lines that were completed since the last call."""
+        """Returns the lines completed since the last call."""
         status = _stat(self.path)
         if status is None:
             is_gone = self._file is not None
@@ -83,22 +83,22 @@ class LineTail:
 
     @property
     def progress(self) -> float:
-        """The share of the file that was read, from 0 to 1."""
+        """Fraction of the file read so far, from 0 to 1."""
         return min(1.0, self._offset / self.size_bytes) if self.size_bytes else 1.0
 
     def sampled(self, count: int, window_bytes: int = 4096) -> list[bytes]:
-        """Whole lines from places spread evenly over the file, in order: a first look at one that is long to read."""
+        """Complete lines at evenly spaced offsets, in order: a preview of a long file."""
 
         def take(descriptor: int) -> list[bytes]:
-            size, former, lines = os.fstat(descriptor).st_size, -1, []
+            size, previous, lines = os.fstat(descriptor).st_size, -1, []
             for number in range(count):
-                place = size * number // count
-                head, mark, rest = os.pread(descriptor, window_bytes, place).partition(b"\n")
+                offset = size * number // count
+                head, mark, rest = os.pread(descriptor, window_bytes, offset).partition(b"\n")
                 line, end, _ = rest.partition(b"\n")
-                start = place + len(head) + 1
-                if mark and end and start > former:
+                start = offset + len(head) + 1
+                if mark and end and start > previous:
                     lines.append(line)
-                    former = start
+                    previous = start
             last = os.pread(descriptor, window_bytes, max(0, size - window_bytes)).rpartition(b"\n")[0]
             return [*lines, last.rpartition(b"\n")[2]] if b"\n" in last else lines
 
@@ -110,7 +110,7 @@ class LineTail:
 
 
 def parse_records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """The JSON objects among some lines; a line that is none is passed over."""
+    """The JSON objects among some lines; other lines are skipped."""
     if not lines:
         return []
     try:
@@ -123,7 +123,7 @@ def parse_records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def read_tail(path: Path, most_bytes: int) -> tuple[str, int]:
-    """The last lines of a text file, and its size in bytes; nothing if it cannot be read."""
+    """The last lines of a text file, and its size in bytes; empty if it cannot be read."""
 
     def take(descriptor: int) -> tuple[str, int]:
         size = os.fstat(descriptor).st_size
@@ -136,7 +136,7 @@ def read_tail(path: Path, most_bytes: int) -> tuple[str, int]:
 
 
 def read_object(path: Path, most_bytes: int = 4 << 20) -> dict[str, Any] | None:
-    """A JSON object that is a file of its own; None if there is none, or it is too large or too deeply nested."""
+    """The JSON object in a file; None if it is missing, too large or too deeply nested."""
 
     def take(descriptor: int) -> bytes:
         return b"" if os.fstat(descriptor).st_size > most_bytes else os.pread(descriptor, most_bytes, 0)
@@ -161,7 +161,7 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _using(path: Path, act: Callable[[int], _Result], otherwise: _Result) -> _Result:
-    """What `act` makes of a descriptor of a regular file; `otherwise` if that cannot be opened or read."""
+    """Calls `act` with the descriptor of a regular file; returns `otherwise` if it cannot be opened or read."""
     try:
         with open_plain(path, 0, follows_links=False) as stream:
             return act(stream.fileno())

@@ -1,6 +1,6 @@
-"""What the dashboard takes from the files of a run: values of the wrong kind or size are left out before they are used.
+"""Validates the records in the files of a run: values of the wrong type or size are dropped before they are used.
 
-Whoever can write into a run folder decides what its lines say, and a page of many runs must survive one bad line.
+The files of a run are untrusted, and a page of many runs must survive one malformed line.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-# The largest whole number below which a browser can tell all whole numbers apart.
-LARGEST_WHOLE = 2**53 - 1
+LARGEST_WHOLE = 2**53 - 1  # Number.MAX_SAFE_INTEGER
 LONGEST_SECONDS = 1e9
-# The numbers of a step that more is computed from than a curve, and the largest of each.
+# Fields of a step that are used for more than a curve, and their upper limits.
 _LIMITS = (("consumed_tokens", float(LARGEST_WHOLE)), ("seconds_per_iteration", LONGEST_SECONDS))
 _LATEST_AT = 1e11
 _MOST_RANKS = 65_536
@@ -20,18 +19,18 @@ _DEEPEST = 32
 
 
 def whole(value: Any, least: int = 0, most: int = LARGEST_WHOLE) -> int | None:
-    """The value if it is an integer in these limits."""
+    """The value if it is an integer within the limits."""
     return value if type(value) is int and least <= value <= most else None
 
 
 def number(value: Any, least: float = -math.inf, most: float = math.inf) -> float | None:
-    """The value if it is a finite number in these limits."""
+    """The value if it is a finite number within the limits."""
     is_number = type(value) in (int, float) and least <= value <= most
     return float(value) if is_number and math.isfinite(value) else None
 
 
-def of_metrics(values: Iterable[Any]) -> list[dict[str, Any]]:
-    """The records of `metrics.jsonl` among some values; a step or evaluation without a step number is none."""
+def metric_records(values: Iterable[Any]) -> list[dict[str, Any]]:
+    """The valid records of `metrics.jsonl`; a step or evaluation must have a step number."""
     records = []
     for value in values:
         kind = value.get("kind") if isinstance(value, dict) else None
@@ -46,13 +45,13 @@ def of_metrics(values: Iterable[Any]) -> list[dict[str, Any]]:
     return records
 
 
-def of_events(values: Iterable[Any]) -> list[dict[str, Any]]:
-    """The records of `events.jsonl` among some values."""
+def event_records(values: Iterable[Any]) -> list[dict[str, Any]]:
+    """The valid records of `events.jsonl`."""
     return [_event(value) for value in values if isinstance(value, dict) and isinstance(value.get("kind"), str)]
 
 
-def of_samples(values: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """The records of `samples.jsonl` among some values: the step and pairs of prompt and continuation."""
+def sample_records(values: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The valid records of `samples.jsonl`: the step and pairs of prompt and continuation."""
     for value in values:
         iteration = whole(value.get("iteration")) if isinstance(value, dict) else None
         if iteration is None:
@@ -66,8 +65,8 @@ def of_samples(values: Iterable[Any]) -> Iterator[dict[str, Any]]:
         yield {"iteration": iteration, "at": number(value.get("at"), 0.0, _LATEST_AT), "samples": texts}
 
 
-def of_heartbeats(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `heartbeats.json`: the sizes of the axes, and where each rank is."""
+def heartbeats_record(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The valid fields of `heartbeats.json`: the sizes of the axes, and the position of each rank."""
     axes, ranks = value.get("axes"), value.get("ranks")
     pairs = (pair for pair in (axes if isinstance(axes, list) else []) if isinstance(pair, list) and len(pair) == 2)
     sizes = _sizes({name: size for name, size in pairs if isinstance(name, str)})
@@ -83,7 +82,7 @@ def of_heartbeats(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layout(config: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes of the axes that a configuration names; nothing if they are more ranks than can be drawn."""
+    """The sizes of the axes in a configuration; empty if they are more ranks than can be drawn."""
     parallel = config.get("parallel")
     if not isinstance(parallel, dict):
         return {}
@@ -92,7 +91,7 @@ def layout(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether a value is nested as a configuration may be, and no deeper than functions can call themselves."""
+    """True if the nesting of a value is far below the recursion limit."""
     level = [value]
     for _ in range(_DEEPEST):
         level = [
@@ -107,11 +106,11 @@ def is_shallow(value: Any) -> bool:
 
 
 def _step(record: dict[str, Any]) -> dict[str, Any]:
-    """The record of a step, of which there may be millions: what is right stays where it is."""
+    # Changed in place: a run may have millions of steps.
     for name, most in _LIMITS:
         value: Any = record.get(name)
         kind = type(value)
-        if not ((kind is int or kind is float) and 0.0 <= value <= most):  # NaN is in no limits
+        if not ((kind is int or kind is float) and 0.0 <= value <= most):  # false for NaN
             record.pop(name, None)
     return record
 
@@ -125,7 +124,6 @@ def _evaluation(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _event(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What an event consists of: numbers and a text."""
     values: dict[str, Any] = {"kind": record["kind"], "at": number(record.get("at"), 0.0, _LATEST_AT)}
     for name in ("step", "iteration", "world_size", "first_sample", "last_sample"):
         values[name] = whole(record.get(name))

@@ -1,6 +1,6 @@
-"""The dashboard over HTTP, on this machine only: the page, the curves as numbers, and changes as server-sent events.
+"""Serves the dashboard over HTTP on the loopback address: the page, curves as numbers, and server-sent events.
 
-A request names a run by its number and a file of the page by its name in a table, so that no request can name a path.
+Requests name runs by number, and files of the page by their names in a table: no request can name a path.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _EVENT_SECONDS = 0.4
 _MOST_QUERY_FIELDS = 32
 _RUN_NUMBER = re.compile(r"[0-9]{1,9}")
 
-# Given the path and the headers (names in small letters), why a request is refused: status and reason; None if not.
+# Maps a path and headers (lower-case names) to the status and reason of a refusal, or None.
 Check = Callable[[str, Mapping[str, str]], "tuple[int, str] | None"]
-# The checkpoints of a folder, as JSON objects.
+# Maps a folder to its checkpoints as JSON objects.
 ListCheckpoints = Callable[[Path], "list[dict[str, Any]]"]
 
 
-class _Refused(Exception):
-    """A request that cannot be answered."""
+class _RequestError(Exception):
+    """An invalid request."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -64,7 +64,7 @@ class _Refused(Exception):
 
 
 def read_page() -> dict[str, tuple[str, bytes]]:
-    """The files of the page: media type and content by path."""
+    """Reads the files of the page: media type and content by path."""
     files = {}
     for path in sorted(_PAGE.iterdir()):
         kind = _MEDIA_TYPES.get(path.suffix)
@@ -77,7 +77,7 @@ class DashboardServer(ThreadingHTTPServer):
     """Serves a board on the loopback address.
 
     Args:
-        port: 0 takes a free one.
+        port: 0 selects a free one.
         check: see `Check`.
         list_checkpoints: see `ListCheckpoints`.
 
@@ -95,11 +95,11 @@ class DashboardServer(ThreadingHTTPServer):
         self.page = read_page()
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         try:
-            super().__init__((ADDRESS, port), _Exchange)
+            super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as failure:
             reason = getattr(failure, "strerror", None) or failure
             raise ConfigError(
-                f"--port {port} cannot be opened: {reason}. Choose another one, or 0 for any that is free."
+                f"--port {port} cannot be opened: {reason}. Choose another port, or 0 for a free one."
             ) from failure
 
     @property
@@ -108,7 +108,7 @@ class DashboardServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_address[1]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answers in a thread of its own, of which there is a limited number."""
+        """Handles a request in a new thread, up to a maximum number of threads."""
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -121,10 +121,10 @@ class DashboardServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of clients that leave."""
+        """Ignores clients that disconnect."""
 
 
-class _Exchange(BaseHTTPRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "dashboard"
     sys_version = ""
@@ -144,9 +144,9 @@ class _Exchange(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         try:
             self._answer()
-        except _Refused as refused:
+        except _RequestError as refused:
             self._send_json({"error": str(refused)}, refused.status)
-        except OSError:  # the client left
+        except OSError:  # the client disconnected
             self.close_connection = True
         except Exception:
             log.error(f"{self.path[:200]!r} failed:\n{traceback.format_exc()}")
@@ -157,7 +157,7 @@ class _Exchange(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         refused = self.server.check(parts.path, headers)
         if refused is not None:
-            raise _Refused(*refused)
+            raise _RequestError(*refused)
         known = self.server.page.get(parts.path)
         if known is not None:
             self._send(known[1], known[0])
@@ -173,7 +173,7 @@ class _Exchange(BaseHTTPRequestHandler):
         elif parts.path in ("/api/details", "/api/log", "/api/checkpoints"):
             self._send_json(self._of_run(parts.path.rpartition("/")[2], query))
         else:
-            raise _Refused(404, "There is nothing at this address.")
+            raise _RequestError(404, "No such page.")
 
     def _of_run(self, what: str, query: Mapping[str, str]) -> dict[str, Any]:
         (run,) = self._runs(query, "run")
@@ -200,7 +200,7 @@ class _Exchange(BaseHTTPRequestHandler):
     def _curves(self, query: Mapping[str, str]) -> bytes:
         metric, axis = query.get("metric", ""), query.get("axis", "steps")
         if axis not in AXES:
-            raise _Refused(400, f"axis must be one of {', '.join(AXES)}.")
+            raise _RequestError(400, f"axis must be one of {', '.join(AXES)}.")
         start, end = _number(query, "from", -math.inf), _number(query, "to", math.inf)
         view = View(
             axis,
@@ -230,7 +230,7 @@ class _Exchange(BaseHTTPRequestHandler):
         chosen = (int(number) for number in numbers if _RUN_NUMBER.fullmatch(number))
         runs = [known[number] for number in chosen if number in known]
         if not runs:
-            raise _Refused(404, "There is no such run.")
+            raise _RequestError(404, "No such run.")
         return runs
 
     def _send_events(self) -> None:
@@ -245,7 +245,7 @@ class _Exchange(BaseHTTPRequestHandler):
             while not board.is_stopping:
                 changes = board.wait(changes, _KEEP_ALIVE_SECONDS)
                 changed = board.summaries(known)
-                text = f"event: runs\ndata: {_json(changed)}\n\n" if changed else ": still here\n\n"
+                text = f"event: runs\ndata: {_json(changed)}\n\n" if changed else ": keep-alive\n\n"
                 self.wfile.write(text.encode())
                 self.wfile.flush()
                 board.pause(_EVENT_SECONDS)
@@ -267,13 +267,13 @@ class _Exchange(BaseHTTPRequestHandler):
 
 
 def _address(path: str) -> tuple[SplitResult, dict[str, str]]:
-    """The parts of a request's path, and the fields of its query."""
+    """Splits a request's path, and parses its query."""
     try:
         parts = urlsplit(path)
         return parts, dict(parse_qsl(parts.query, max_num_fields=_MOST_QUERY_FIELDS))
     except ValueError:
         most = _MOST_QUERY_FIELDS
-        raise _Refused(400, f"The address cannot be read; it may have at most {most} fields after the ?.") from None
+        raise _RequestError(400, f"Invalid URL; its query may have at most {most} fields.") from None
 
 
 def _number(query: Mapping[str, str], name: str, otherwise: float) -> float:
@@ -282,7 +282,7 @@ def _number(query: Mapping[str, str], name: str, otherwise: float) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise _Refused(400, f"{name} must be a number.")
+        raise _RequestError(400, f"{name} must be a number.")
     return value
 
 
@@ -291,7 +291,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null in place of numbers that JSON lacks: a browser would not read them."""
+    """Replaces NaN and infinities, which JSON lacks, with null."""
     if isinstance(value, dict):
         return {name: _finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

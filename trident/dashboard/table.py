@@ -1,7 +1,7 @@
 """The steps of a run as columns of numbers, in the order of training.
 
-A run that is killed and resumed repeats the steps after its checkpoint. What it logged of them before does not count
-any more: with the first step that is repeated, all later ones leave the table.
+A run that is killed and resumed repeats the steps after its checkpoint: the first repeated step removes the earlier
+records of this and all later steps.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ AXES = ("steps", "tokens", "hours")
 _FEWEST_ROWS = 256
 _MOST_CURVES = 2_000
 _NOT_CURVES = frozenset({"iteration", "train_iterations", "consumed_tokens"})
-_LISTS = frozenset({"weight_norms", "gradient_norms"})  # of layers, too many for a curve each
+_LISTS = frozenset({"weight_norms", "gradient_norms"})  # per layer: too many curves
 _PLAIN = frozenset({int, float, type(None)})
 
 
 @dataclass
 class Evaluations:
-    """The values of one curve of evaluations by step, with the axes at that step."""
+    """The values of an evaluation curve by step: (consumed tokens, value)."""
 
     values: dict[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -33,7 +33,7 @@ class Evaluations:
 
 
 class MetricsTable:
-    """The columns of one run; a column that some records lack holds NaN there."""
+    """The columns of one run; missing values are NaN."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -48,10 +48,10 @@ class MetricsTable:
         }
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds records in the order they were written; those that are no steps or evaluations are left out.
+        """Adds the steps and evaluations among records, in the order they were written.
 
         Args:
-            records: as `records.of_metrics` leaves them.
+            records: see `records.metric_records`.
         """
         steps: list[Mapping[str, Any]] = []
         for record in records:
@@ -65,40 +65,40 @@ class MetricsTable:
         self._add_steps(steps)
 
     def metrics(self) -> list[str]:
-        """The names of all curves that have a finite value, in the order in which they appeared."""
+        """The names of all curves with a finite value, in order of appearance."""
         evaluated = (name.partition("|")[0] for name, one in self.evaluations.items() if one.values)
         return list(dict.fromkeys([*self._finite, *evaluated]))
 
     def column(self, name: str) -> np.ndarray:
-        """The values of a metric. Shape: `[steps]`; without any if no step has it."""
+        """The values of a metric. Shape: `[steps]`, or empty if no step has it."""
         column = self._columns.get(name)
         return np.empty(0, np.float32) if column is None else column[: self.count]
 
     def axis(self, name: str) -> np.ndarray:
-        """The places of all steps on an axis of `AXES`; NaN where a step does not tell. Shape: `[steps]`.
+        """The positions of all steps on an axis of `AXES`; NaN if unknown. Shape: `[steps]`.
 
-        Hours are hours of training: evaluation, saving, and steps that were repeated later are left out.
+        Hours are training time, without evaluations, saves and repeated steps.
         """
         return self._axes[name][: self.count]
 
     def last(self, name: str) -> float | None:
-        """The last value of a metric; None without one that is finite."""
+        """The last value of a metric; None if missing or not finite."""
         column = self.column(name)
         return float(column[-1]) if len(column) and np.isfinite(column[-1]) else None
 
     def evaluation_curves(self, metric: str, axis: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """The evaluations of a metric: by group, their places on an axis and their values."""
+        """The evaluations of a metric by group: positions on an axis, and values."""
         curves = {}
         for name, one in self.evaluations.items():
-            wanted, _, group = name.partition("|")
-            if wanted != metric or not one.values:
+            evaluated, _, group = name.partition("|")
+            if evaluated != metric or not one.values:
                 continue
             steps = np.array(sorted(one.values), np.int64)
             values = np.array([one.values[step] for step in steps.tolist()], np.float64)
-            curves[group] = self._places(steps, values[:, 0], axis), values[:, 1]
+            curves[group] = self._positions(steps, values[:, 0], axis), values[:, 1]
         return curves
 
-    def _places(self, steps: np.ndarray, tokens: np.ndarray, axis: str) -> np.ndarray:
+    def _positions(self, steps: np.ndarray, tokens: np.ndarray, axis: str) -> np.ndarray:
         if axis != "hours":
             return steps.astype(np.float64) if axis == "steps" else tokens
         rows = np.searchsorted(self.axis("steps"), steps, side="right") - 1
@@ -106,7 +106,7 @@ class MetricsTable:
         return np.where(rows >= 0, hours[np.maximum(rows, 0)], 0.0) if len(hours) else np.zeros(len(steps))
 
     def _add_steps(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Adds records of steps; where the step goes back, the later steps go first."""
+        """Adds records of steps; a step that goes back first removes the later ones."""
         if not records:
             return
         steps = np.array([record["iteration"] for record in records], np.int64)
@@ -161,17 +161,17 @@ class MetricsTable:
         iteration, tokens = record["iteration"], _number(record.get("consumed_tokens"))
         if record["kind"] == "evaluation":
             group = record.get("group", "")
-            figures = {f"lm_loss|{group}": record.get("lm_loss")}
+            values = {f"lm_loss|{group}": record.get("lm_loss")}
         else:
             task = record.get("task", "")
-            figures = {f"{task}/{name}|{task}": value for name, value in record.get("figures", {}).items()}
-        for name, value in figures.items():
+            values = {f"{task}/{name}|{task}": value for name, value in record.get("figures", {}).items()}
+        for name, value in values.items():
             if _is_number(value) and (name in self.evaluations or len(self.evaluations) < _MOST_CURVES):
                 self.evaluations.setdefault(name, Evaluations()).values[iteration] = (tokens, _number(value))
 
 
 def _flattened(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record with the numbers of its groups of metrics among the others."""
+    """Merges the numbers in groups of metrics into the record."""
     groups = {name: value for name, value in record.items() if isinstance(value, dict)}
     flat = {name: value for name, value in record.items() if name not in groups}
     for group, members in groups.items():
@@ -179,14 +179,14 @@ def _flattened(record: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, dict) and "lm_loss" in value:
                 flat[f"lm_loss of {name}"] = value["lm_loss"]
             elif isinstance(value, dict) and name == "layers":
-                flat.update(_of_layers(value))
+                flat.update(_layer_metrics(value))
             elif _is_number(value):
                 flat[name] = value
     return flat
 
 
-def _of_layers(layers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The figures of each routed layer and of its experts, each with the name of its curve."""
+def _layer_metrics(layers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The metrics of each MoE layer and its experts, by the name of their curve."""
     for index, layer in layers.items():
         for name, value in layer.items() if isinstance(layer, dict) else ():
             if _is_number(value):
@@ -196,7 +196,6 @@ def _of_layers(layers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], name: str, kind: type) -> np.ndarray:
-    """One value of each record; NaN where there is none."""
     values: list[Any] = [record.get(name) for record in records]
     if not _PLAIN.issuperset(map(type, values)):
         values = [_number(value) for value in values]

@@ -1,4 +1,4 @@
-"""Files that list the hosts of a run, in the forms that DeepSpeed, Open MPI and MPICH read, or one name per line."""
+"""Host files in the formats of DeepSpeed, Open MPI and MPICH, or with one name per line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Host:
     """A host of a run.
 
     Attributes:
-        name: what `ssh` is given; may begin with a user and @.
-        slots: processes it may run; None if its file does not say.
+        name: the argument of `ssh`; may begin with a user and @.
+        slots: processes it may run; None if the host file does not set them.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The name under which other hosts reach it."""
+        """Name without the user, for connections from other hosts."""
         return self.name.rpartition("@")[2].strip("[]")
 
 
@@ -45,7 +45,7 @@ def read_hostfile(path: Path) -> list[Host]:
     Open MPI.
 
     Raises:
-        ConfigError: the file cannot be read, names no host, or has lines of another form; all of them at once.
+        ConfigError: the file cannot be read, names no host, or has malformed lines; all problems at once.
     """
     try:
         text = read_plain_text(path, _MOST_BYTES)
@@ -56,7 +56,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def parse_hosts(text: str, source: str) -> list[Host]:
-    """The hosts of a host file's text.
+    """Parses the text of a host file.
 
     Args:
         source: the file's name, for messages.
@@ -67,9 +67,9 @@ def parse_hosts(text: str, source: str) -> list[Host]:
     slots_of: dict[str, list[int | None]] = {}
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].strip()
+        entry = line.partition("#")[0].strip()
         try:
-            for host in _hosts_of(words) if words else ():
+            for host in _hosts_of(entry) if entry else ():
                 slots_of.setdefault(host.name, []).append(host.slots)
         except (ValueError, LaunchError) as failure:
             problems.append(f"{source}, line {number}: {failure}")
@@ -84,11 +84,11 @@ def parse_hosts(text: str, source: str) -> list[Host]:
 
 
 def named_hosts(text: str) -> list[Host]:
-    """The hosts of a host list, `node[003-007,011]`.
+    """Expands a host list such as `node[003-007,011]`.
 
     Raises:
-        LaunchError: the list cannot be read.
-        ConfigError: a name in it is not a host name.
+        LaunchError: the list is malformed.
+        ConfigError: one of its names is not a host name.
     """
     names = expand_hostlist(text)
     problems = [f"--hosts: {_not_a_name(name)}" for name in names if not is_host_name(name)]
@@ -98,7 +98,7 @@ def named_hosts(text: str) -> list[Host]:
 
 
 def is_host_name(name: str) -> bool:
-    """Whether a text can be a host name or address, with or without a user; never an option or a shell's words."""
+    """True if a text is a host name or address, with or without a user; never an option or shell syntax."""
     return _NAME.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Starts and watches the ranks of one node."""
+"""Starts and supervises the ranks of one node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron import log
 from megatron.errors import LaunchError
 from megatron.parallel.launchers import LAUNCH_VARIABLE
-from trident.launch.supervise import Child, Patience, Supervisor
+from trident.launch.supervise import Child, GracePeriods, Supervisor
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Node:
     """One node's share of a run.
 
     Attributes:
-        index: its place among the nodes; rank 0 runs on node 0.
-        devices: ranks on every node.
+        index: node rank; rank 0 runs on node 0.
+        devices: ranks per node.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Node:
         return range(self.index * self.devices, (self.index + 1) * self.devices)
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """The variables of a rank: torchrun's variables, and which launcher it has."""
+        """Environment of a rank: torchrun's variables, and the one that names this launcher."""
         return {
             "RANK": str(self.ranks[local_rank]),
             "WORLD_SIZE": str(self.nodes * self.devices),
@@ -52,7 +52,7 @@ class Node:
 
 
 def rank_commands(node: Node, command: Sequence[str]) -> list[str]:
-    """What a shell would be given to start each rank of the node."""
+    """Shell commands that start each rank of the node."""
     commands = []
     for local_rank in range(node.devices):
         settings = (f"{name}={value}" for name, value in node.variables(local_rank).items())
@@ -64,16 +64,16 @@ def run_node(
     node: Node,
     command: Sequence[str],
     environ: Mapping[str, str],
-    patience: Patience,
+    grace_periods: GracePeriods,
     control: Iterable[str] | None = None,
 ) -> int:
     """Runs a node's ranks to their end.
 
     Args:
-        command: the words that start a rank.
-        environ: the variables of this process.
-        control: lines from the process that started this one, each the name of a signal to pass on; at their end, which
-            means that it is gone, the ranks are ended.
+        command: starts a rank.
+        environ: the environment of this process.
+        control: lines from the process that started this one, each the name of a signal to forward. At their end that
+            process is gone, and the ranks are terminated.
 
     Returns:
         the exit code of the run.
@@ -83,7 +83,7 @@ def run_node(
     """
     threads = max(1, (os.cpu_count() or 1) // node.devices)
     shared = {"OMP_NUM_THREADS": str(threads), **environ}
-    supervisor = Supervisor(patience)
+    supervisor = Supervisor(grace_periods)
     children: list[Child] = []
     try:
         for local_rank, rank in enumerate(node.ranks):
@@ -97,12 +97,12 @@ def run_node(
             f"environment on this host."
         ) from failure
     if control is not None:
-        threading.Thread(target=_obey, args=(control, supervisor), daemon=True).start()
+        threading.Thread(target=_handle_signals, args=(control, supervisor), daemon=True).start()
     return supervisor.run(children)
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A rank in a session of its own: Ctrl-C reaches the launcher only, and its children can be ended with it."""
+    # In a new session, Ctrl-C reaches the launcher only, and the rank's children can be killed with it.
     return subprocess.Popen(list(command), env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
 
 
@@ -114,12 +114,12 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
             process.send_signal(number)
 
 
-def _obey(control: Iterable[str], supervisor: Supervisor) -> None:
-    """Passes on the signals that lines name, and ends all when there are no more."""
+def _handle_signals(control: Iterable[str], supervisor: Supervisor) -> None:
+    """Forwards the signals that lines name, and terminates all ranks at the end of the lines."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: the stream was closed
         for line in control:
             number = getattr(signal, line.strip(), None)
             if isinstance(number, signal.Signals):
-                supervisor.pass_on(number)
+                supervisor.forward(number)
     log.debug("the process that started this launcher is gone")
-    supervisor.abandon()
+    supervisor.terminate()

@@ -1,4 +1,4 @@
-"""Runs a plan on other hosts: through `ssh`, or through `srun`."""
+"""Runs a plan on other hosts, with `ssh` or `srun`."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ _PORT_SECONDS = 60.0
 
 
 def free_port(command: Sequence[str], host: str) -> int:
-    """Asks a host for a port that is free there.
+    """Runs a command that prints a free port of a host.
 
     Raises:
-        LaunchError: the host cannot be asked.
+        LaunchError: the command fails or prints no port.
     """
     try:
         done = subprocess.run(
             list(command), capture_output=True, timeout=_PORT_SECONDS, check=False, stdin=subprocess.DEVNULL, text=True
         )
-        said, words = done.stderr.strip(), done.stdout.split()
+        errors, output = done.stderr.strip(), done.stdout.split()
     except OSError as failure:
-        said, words = f"{command[0]} cannot be started: {failure.strerror}", []
+        errors, output = f"{command[0]} cannot be started: {failure.strerror}", []
     except subprocess.TimeoutExpired:
-        said, words = f"no answer within {_PORT_SECONDS:.0f} s", []
-    if not words or not words[-1].isdigit():
-        reason = said.splitlines()[-1] if said else "it printed no number"
+        errors, output = f"no answer within {_PORT_SECONDS:.0f} s", []
+    if not output or not output[-1].isdigit():
+        reason = errors.splitlines()[-1] if errors else "it printed no number"
         raise LaunchError(
-            f"{host} cannot be asked for a free port: {reason}. Check that `{command[0]}` reaches it without a "
-            f"password and that --python names an interpreter there, or give --master-port."
+            f"no free port found on {host}: {reason}. Check that `{command[0]}` reaches it without a password and that "
+            f"--python names an interpreter there, or give --master-port."
         )
-    return int(words[-1])
+    return int(output[-1])
 
 
 def run_by_ssh(plan: Plan) -> int:
-    """Starts every node's launcher through a connection of its own and waits for all.
+    """Starts the launcher of every node over its own connection and waits for all.
 
     Returns:
         the exit code of the run.
 
     Raises:
-        LaunchError: `ssh` is not installed, or no host said how its ranks ended.
+        LaunchError: `ssh` is not installed, or no host reported an exit code.
     """
     children: list[Child] = []
     try:
@@ -59,9 +59,9 @@ def run_by_ssh(plan: Plan) -> int:
             children.append(Child(host.name, process, functools.partial(_send_name, process)))
     except OSError as failure:
         raise LaunchError(f"ssh cannot be started: {failure.strerror}. Install an ssh client.") from failure
-    # The launchers there have the same patience with their ranks; they are given more before the connection is cut.
-    own = dataclasses.replace(plan.patience, grace_seconds=2 * plan.patience.grace_seconds)
-    code = Supervisor(own).run(children)
+    # The launchers there give their ranks the same periods; they get longer before their connection is closed.
+    periods = dataclasses.replace(plan.grace_periods, grace_seconds=2 * plan.grace_periods.grace_seconds)
+    code = Supervisor(periods).run(children)
     if code == _SSH_FAILED:
         failed = [child.name for child in children if child.process.returncode == _SSH_FAILED]
         raise LaunchError(
@@ -71,8 +71,8 @@ def run_by_ssh(plan: Plan) -> int:
     return code
 
 
-def become_srun(plan: Plan) -> NoReturn:
-    """Replaces this process by `srun`, so that signals and the exit code are its own.
+def exec_srun(plan: Plan) -> NoReturn:
+    """Replaces this process with `srun`, which then receives the signals and sets the exit code.
 
     Raises:
         LaunchError: it is not installed.
@@ -87,7 +87,7 @@ def become_srun(plan: Plan) -> NoReturn:
 
 
 def _send_name(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Tells the launcher at the other end which signal to send; for SIGKILL cuts the connection."""
+    """Sends the name of a signal to the launcher at the other end; closes the connection for SIGKILL."""
     if process.stdin is None:
         return
     with contextlib.suppress(OSError, ValueError):  # it is closed, or the connection is gone

@@ -1,4 +1,4 @@
-"""Watches the processes of a run: passes signals on, and ends all of them when one fails."""
+"""Supervises the processes of a run: forwards signals, and terminates all processes when one fails."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from typing import Any
 from megatron import log
 from megatron.errors import ExitCode
 
-# SIGHUP: the terminal or the connection is gone.
-_PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
-
-
-_FIRST_SIGNAL_CODE = 128  # what a shell, ssh and srun make of an end by a signal
+# SIGHUP: the terminal or the connection was closed.
+_FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
+_POLL_SECONDS = 0.5  # Python handles a signal that arrives just before a wait only at the end of the wait
+_FIRST_SIGNAL_CODE = 128  # a shell, ssh and srun exit with this plus the signal that terminated the process
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Child:
     """A process of the run.
 
     Attributes:
-        name: as messages call it.
-        send: sends it a signal, in whatever way it is reached.
+        name: for messages.
+        send: sends it a signal, locally or over its connection.
     """
 
     name: str
@@ -38,12 +37,12 @@ class Child:
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long processes have to end.
+class GracePeriods:
+    """Time that processes have to exit.
 
     Attributes:
-        settle_seconds: from the first failure, so that each can say what it saw of it, until SIGTERM.
-        grace_seconds: from SIGTERM until SIGKILL.
+        settle_seconds: from the first failure to SIGTERM, so that the others can report it too.
+        grace_seconds: from SIGTERM to SIGKILL.
     """
 
     settle_seconds: float = 10.0
@@ -51,67 +50,63 @@ class Patience:
 
 
 class Supervisor:
-    """Waits for processes, and for what may end them early.
+    """Waits for processes, forwards signals to them, and terminates all of them when one fails.
 
-    SIGTERM, SIGUSR1 and the first Ctrl-C are passed on (the latter as SIGTERM), and the processes then have all the
-    time they need: they may be saving. A second Ctrl-C kills them. A failure of one, or `abandon`, ends the others; a
-    process that was asked to stop and ends with 75 has obeyed.
+    SIGTERM, SIGUSR1 and the first Ctrl-C (as SIGTERM) are forwarded without a time limit: the processes may be saving.
+    A second Ctrl-C kills them. After a forwarded signal, exit code 75 is not a failure.
     """
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, grace_periods: GracePeriods) -> None:
+        self._periods = grace_periods
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[int, Child] = {}
         self._codes: list[int] = []
-        self._due: list[tuple[float, signal.Signals]] = []  # what is sent when, soonest first
+        self._due: list[tuple[float, signal.Signals]] = []  # times and signals, soonest first
         self._interrupts = 0
-        self._is_asked_to_stop = False
+        self._is_stopping = False
 
-    def pass_on(self, number: signal.Signals) -> None:
+    def forward(self, number: signal.Signals) -> None:
         """Sends a signal to all processes, from any thread."""
         self._events.put(lambda: self._send(number))
 
-    def abandon(self) -> None:
-        """Ends all processes, from any thread: with SIGTERM, and SIGKILL after the grace period."""
-        self._events.put(lambda: self._end_all(0.0))
+    def terminate(self) -> None:
+        """Sends SIGTERM, and SIGKILL after the grace period, to all processes, from any thread."""
+        self._events.put(lambda: self._schedule_termination(0.0))
 
     def run(self, children: Sequence[Child]) -> int:
-        """Waits until all processes have ended.
-
-        Returns:
-            the exit code of the run, see `combined_code`.
-        """
+        """Waits until all processes have exited; returns the exit code of the run, see `combined_code`."""
         self._running = dict(enumerate(children))
         for number in self._running:
             threading.Thread(target=self._wait_for, args=(number,), daemon=True).start()
         with self._handlers():
             while self._running:
+                remaining = self._due[0][0] - time.monotonic() if self._due else _POLL_SECONDS
                 try:
-                    self._events.get(timeout=max(0.0, self._due[0][0] - time.monotonic()) if self._due else None)()
+                    self._events.get(timeout=min(max(0.0, remaining), _POLL_SECONDS))()
                 except queue.Empty:
-                    self._send(self._due.pop(0)[1])
+                    if self._due and self._due[0][0] <= time.monotonic():
+                        self._send(self._due.pop(0)[1])
         return combined_code(self._codes)
 
     def _wait_for(self, number: int) -> None:
         code = self._running[number].process.wait()
-        self._events.put(lambda: self._ended(number, code))
+        self._events.put(lambda: self._handle_exit(number, code))
 
-    def _ended(self, number: int, code: int) -> None:
+    def _handle_exit(self, number: int, code: int) -> None:
         child = self._running.pop(number)
         self._codes.append(code)
-        is_saved = self._is_asked_to_stop and code == ExitCode.REQUEUE
-        if code and not is_saved and self._running and not self._due:
-            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-            log.warning(f"{child.name} ended {how}; the others are being stopped")
-            self._end_all(self._patience.settle_seconds)
+        has_saved = self._is_stopping and code == ExitCode.REQUEUE
+        if code and not has_saved and self._running and not self._due:
+            cause = f"was terminated by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            log.warning(f"{child.name} {cause}; the others are being stopped")
+            self._schedule_termination(self._periods.settle_seconds)
 
-    def _end_all(self, seconds: float) -> None:
-        """Has SIGTERM sent after this many seconds, and SIGKILL after the grace period."""
-        at = time.monotonic() + seconds
-        self._due = [(at, signal.SIGTERM), (at + self._patience.grace_seconds, signal.SIGKILL)]
+    def _schedule_termination(self, seconds: float) -> None:
+        terminate_at = time.monotonic() + seconds
+        self._due = [(terminate_at, signal.SIGTERM), (terminate_at + self._periods.grace_seconds, signal.SIGKILL)]
 
     def _send(self, number: signal.Signals) -> None:
-        self._is_asked_to_stop = True
+        self._is_stopping = True
         for child in self._running.values():
             child.send(number)
 
@@ -121,31 +116,32 @@ class Supervisor:
             log.info("stopping: the ranks finish their step and save; Ctrl-C again kills them")
         self._send(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             self._events.put(self._interrupt)
         else:
-            self.pass_on(_PASSED_ON[signal.Signals(number)])
+            self.forward(_FORWARDED[signal.Signals(number)])
 
     @contextmanager
     def _handlers(self) -> Iterator[None]:
-        former: dict[int, Any] = {number: signal.signal(number, self._note) for number in (signal.SIGINT, *_PASSED_ON)}
+        numbers = signal.SIGINT, *_FORWARDED
+        previous: dict[int, Any] = {number: signal.signal(number, self._handle_signal) for number in numbers}
         try:
             yield
         finally:
-            for number, before in former.items():
-                signal.signal(number, before)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def combined_code(codes: Iterable[int]) -> int:
-    """The exit code that says why a run ended, from its processes' codes in the order in which they ended.
+    """The exit code of a run, from the codes of its processes in the order in which they exited.
 
-    A code that names a cause wins, the earliest first: 77 of the rank with a NaN over the 75 of the ranks that lost it.
-    If there is none and a process says that the run can be started again (75), as the others do when one is killed, so
-    does the run. Else it is 128 plus the signal that ended the first.
+    The earliest code that names a cause wins: 77 of the rank with a NaN over 75 of the ranks that lost it. Otherwise it
+    is 75 (resumable) if any process exited with it, as the others do when one is killed; otherwise 128 plus the signal
+    that terminated the first.
 
     Args:
-        codes: negative for a signal, as `subprocess` has it.
+        codes: negative for a signal, as in `subprocess`.
     """
     failed = [_FIRST_SIGNAL_CODE - code if code < 0 else code for code in codes if code != ExitCode.DONE]
     causes = [code for code in failed if code < _FIRST_SIGNAL_CODE and code != ExitCode.REQUEUE]

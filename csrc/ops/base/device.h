@@ -1,5 +1,5 @@
 // What kernels share; only `.cu` files include it. Compiled by nvcc it is CUDA, with MEGATRON_SIMT it is the emulator of
-// the tests (`tests/kernels/simt`), which executes the same source on a CPU.
+// the emulator (`csrc/emulator`), which executes the same source on a CPU.
 #pragma once
 
 #include "base/portable.h"

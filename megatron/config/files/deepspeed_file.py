@@ -55,7 +55,7 @@ def _checked(path: str) -> CheckedSettings:
 
 
 @dataclass
-class DeepSpeedReading:
+class ParsedDeepSpeedFile:
     """The values that a DeepSpeed file sets, and what is wrong with it."""
 
     values: dict[str, Any] = field(default_factory=dict)  # destination -> value
@@ -91,7 +91,7 @@ class DeepSpeedReading:
 
 def governed_values(
     path: str, flags: Mapping[str, Flag], given: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> DeepSpeedReading:
+) -> ParsedDeepSpeedFile:
     """Reads what a DeepSpeed file says about fields that were not given.
 
     Args:
@@ -107,8 +107,8 @@ def governed_values(
     try:
         checked = _checked(path)
     except ConfigError as failure:
-        return DeepSpeedReading(problems=failure.problems)
-    reading = DeepSpeedReading(problems=checked.problems, notices=checked.notices)
+        return ParsedDeepSpeedFile(problems=failure.problems)
+    reading = ParsedDeepSpeedFile(problems=checked.problems, notices=checked.notices)
     destinations = {flag.positive_name: destination for destination, flag in flags.items()}
     for place, name in governing_flags().items():
         destination, entry = destinations[name], _lookup(checked.settings, place)

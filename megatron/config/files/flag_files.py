@@ -35,7 +35,7 @@ _OWN_ENTRIES = ("provenance", "notices")
 
 
 @dataclass
-class FileReading:
+class ParsedFlagFile:
     """What a configuration file said."""
 
     values: dict[str, Any] = field(default_factory=dict)  # destination -> value
@@ -43,7 +43,7 @@ class FileReading:
     broken: set[str] = field(default_factory=set)  # fields whose entry could not be used
 
 
-def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[str]) -> FileReading:
+def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[str]) -> ParsedFlagFile:
     """Reads a file of flags.
 
     Keys are flag names with dashes or underscores, at the top or under the name of a section. A `config.json` that a
@@ -54,7 +54,7 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
         flags: destination ("section.field") -> flag.
         sections: names under which entries may be grouped.
     """
-    reading = FileReading()
+    reading = ParsedFlagFile()
     try:
         tree = _load(path)
     except ConfigError as failure:
@@ -79,7 +79,7 @@ def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[
     return reading
 
 
-def _read_entry(path: str, key: str, place: str, flag: Flag, value: Any, reading: FileReading) -> None:
+def _read_entry(path: str, key: str, place: str, flag: Flag, value: Any, reading: ParsedFlagFile) -> None:
     if value is None:
         return
     if place in reading.values or flag.field in reading.broken:

@@ -33,7 +33,7 @@ _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
 @dataclass
-class CommandLineReading:
+class ParsedCommandLine:
     """The contents of a command line, before any rule between the values is checked."""
 
     values: dict[str, Any]  # destination -> value
@@ -52,7 +52,7 @@ def read_command_line(
     groups: Sequence[tuple[str, Sequence[str]]],
     epilog: str = "",
     hidden: Sequence[str] = (),
-) -> CommandLineReading:
+) -> ParsedCommandLine:
     """Reads `argv` against a set of flags; prints the help and exits if asked to.
 
     Args:
@@ -67,7 +67,7 @@ def read_command_line(
     parser, known = _build_parser(flags, argv, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
-    reading = CommandLineReading({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
+    reading = ParsedCommandLine({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
     for destination, (option, words) in _by_flag(flags, reading).items():
         flag = flags[destination]
         reading.spellings[destination] = option
@@ -81,7 +81,7 @@ def read_command_line(
     return reading
 
 
-def _by_flag(flags: Mapping[str, Flag], reading: CommandLineReading) -> dict[str, tuple[str, list[str]]]:
+def _by_flag(flags: Mapping[str, Flag], reading: ParsedCommandLine) -> dict[str, tuple[str, list[str]]]:
     """The option and the words of each flag. Of one that was given several times the last value counts, and lists of
     texts add up; two lists in which places have a meaning are a problem.
     """
@@ -105,18 +105,18 @@ def parse_flags(
     prog: str | None = None,
     description: str = "",
     *,
-    unnamed: str | None = None,
+    positional: str | None = None,
 ) -> Instance:
     """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
 
     Args:
-        unnamed: the flag that words before the first flag belong to, such as `--load`.
+        positional: the flag that words before the first flag belong to, such as `--load`.
 
     Raises:
         ConfigError: with all problems of the command line at once.
     """
-    if unnamed is not None and argv and not argv[0].startswith("-"):
-        argv = [unnamed, *argv]
+    if positional is not None and argv and not argv[0].startswith("-"):
+        argv = [positional, *argv]
     flags = {flag.field: flag for flag in flags_of(cls)}
     groups = areas_of(cls)
     reading = read_command_line(flags, argv, prog=prog, description=description, groups=groups)

@@ -24,7 +24,7 @@ class PathUse(enum.Enum):
     FILE = "reads a plain file of any size"
     STREAM = "reads a file sequentially; a shell pipe, <(command), works too"
     CORPUS = "reads files sequentially, all files of a folder, or shell pipes"
-    PLACE = "reads a file, or a folder of files"
+    FILE_OR_FOLDER = "reads a file, or a folder of files"
     PREFIX = "reads the pair of token files with this prefix, or Parquet files"
     FOLDER = "reads or makes a folder"
     NEW_FILE = "writes a file"
@@ -37,7 +37,7 @@ _ADVICE = {
     PathUse.FILE: "Give the path of a plain file.",
     PathUse.STREAM: "Give a plain file, or the output of a command as <(command).",
     PathUse.CORPUS: "Give plain files, the output of a command as <(command), or - for standard input.",
-    PathUse.PLACE: "Give the path of a plain file or of a folder.",
+    PathUse.FILE_OR_FOLDER: "Give the path of a plain file or of a folder.",
     PathUse.PREFIX: "Give the prefix of plain files.",
     PathUse.FOLDER: "Give the path of a folder.",
     PathUse.NEW_FILE: "Give the path of a plain file or a new one.",

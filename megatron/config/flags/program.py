@@ -39,7 +39,7 @@ class Program:
         callbacks: imports the additional callbacks of its runs, each a class like `megatron.train.callback.Callback`.
     """
 
-    decided: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     log_styles: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     run_files: Mapping[str, RunFileNames] = field(default_factory=dict)

@@ -98,7 +98,7 @@ _GLU_ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Meaning:
+class Expansion:
     """What a flag means: fields of the model by name, other fields as "section.name".
 
     Attributes:
@@ -110,7 +110,7 @@ class Meaning:
     defaults: Values = field(default_factory=dict)
 
 
-_MeaningOf = Callable[[Any, Values], Meaning]
+_Expand = Callable[[Any, Values], Expansion]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Shorthand:
     """A flag and its meaning, a function of its value and of all known values of the model."""
 
     flag: Flag
-    meaning: _MeaningOf
+    meaning: _Expand
 
 
 def shorthand_flags() -> dict[str, Shorthand]:
@@ -191,34 +191,34 @@ def _shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _swiglu(value: Any, known: Values) -> Meaning:
+def _swiglu(value: Any, known: Values) -> Expansion:
     width = known.get("hidden_size", 0) // 24 * 64  # 8/3 of it, down to a multiple of 64
-    return Meaning(
+    return Expansion(
         {"activation_function": "silu", "gated_linear_unit": True}, {"ffn_hidden_size": width} if width else {}
     )
 
 
-def _glu_activation(value: str, known: Values) -> Meaning:
+def _glu_activation(value: str, known: Values) -> Expansion:
     if value not in _GLU_ACTIVATIONS:
         raise ConfigError(f"--glu-activation {value} is unknown. Use one of: {', '.join(_GLU_ACTIVATIONS)}.")
-    return Meaning({"activation_function": _GLU_ACTIVATIONS[value], "gated_linear_unit": True})
+    return Expansion({"activation_function": _GLU_ACTIVATIONS[value], "gated_linear_unit": True})
 
 
-def _no_position_embedding(value: Any, known: Values) -> Meaning:
+def _no_position_embedding(value: Any, known: Values) -> Expansion:
     """With rotary positions it only says that there is no table, which is the case anyway."""
     if known.get("position_embedding_type") in ("rope", "alibi"):
-        return Meaning()
-    return Meaning({"position_embedding_type": "none"})
+        return Expansion()
+    return Expansion({"position_embedding_type": "none"})
 
 
-def _rope_type(value: str, known: Values) -> Meaning:
+def _rope_type(value: str, known: Values) -> Expansion:
     if value not in ("rope", "yarn"):
         raise ConfigError(f"--rope-type {value} is unknown. Use one of: rope, yarn.")
     stretch = {"rope_scaling_factor": 1.0, "rope_original_max_positions": 4096} if value == "yarn" else {}
-    return Meaning({"rope_scaling_type": "yarn" if value == "yarn" else "none"}, stretch)
+    return Expansion({"rope_scaling_type": "yarn" if value == "yarn" else "none"}, stretch)
 
 
-def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
+def _window_size(words: tuple[str, ...], known: Values) -> Expansion:
     """Upstream does not count the token itself: (127, 0) is a window of 128."""
     parts = " ".join(words).strip("()[] ").replace(",", " ").split()
     try:
@@ -230,10 +230,10 @@ def _window_size(words: tuple[str, ...], known: Values) -> Meaning:
             f"--window-size {' '.join(words)} is not a causal window. Give the number of earlier tokens and 0, for "
             "example 127,0."
         )
-    return Meaning({"attention_window": None if left == -1 else left + 1})
+    return Expansion({"attention_window": None if left == -1 else left + 1})
 
 
-def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False, flipped: bool = False) -> _MeaningOf:
+def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False, flipped: bool = False) -> _Expand:
     """A meaning: N gives every N-th layer the entry `lone`; a list gives the entries themselves.
 
     Args:
@@ -244,7 +244,7 @@ def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False,
         flipped: whether a list has 1 where the pattern has 0.
     """
 
-    def meaning(words: Any, known: Values) -> Meaning:
+    def meaning(words: Any, known: Values) -> Expansion:
         text = " ".join(words) if isinstance(words, tuple) else str(words)
         pattern = read_pattern(option, text, known.get("num_layers"))
         if isinstance(pattern, int):
@@ -252,7 +252,7 @@ def _every(option: str, field_name: str, lone: int, *, lone_first: bool = False,
             pattern = (lone, *others) if lone_first else (*others, lone)
         elif flipped:
             pattern = tuple(1 - entry for entry in pattern)
-        return Meaning({field_name: shortest_period(pattern)})
+        return Expansion({field_name: shortest_period(pattern)})
 
     return meaning
 
@@ -263,9 +263,9 @@ _BALANCING: Mapping[str, str] = types.MappingProxyType(
 )
 
 
-def _load_balancing(value: str, known: Values) -> Meaning:
+def _load_balancing(value: str, known: Values) -> Expansion:
     if value == "none":
-        return Meaning({"moe_aux_loss_coeff": 0.0})
+        return Expansion({"moe_aux_loss_coeff": 0.0})
     if value in ("sinkhorn", "quantile_balancing"):
         raise ConfigError(
             f"--moe-router-load-balancing-type {value} is refused: it chooses experts for a whole micro-batch at once, "
@@ -275,27 +275,27 @@ def _load_balancing(value: str, known: Values) -> Meaning:
         raise ConfigError(
             f"--moe-router-load-balancing-type {value} is unknown. Use one of: {', '.join(_BALANCING)}, none."
         )
-    return Meaning({"moe_aux_loss_scope": _BALANCING[value]})
+    return Expansion({"moe_aux_loss_scope": _BALANCING[value]})
 
 
-def _topk(value: int, known: Values) -> Meaning:
+def _topk(value: int, known: Values) -> Expansion:
     """In the fork that has this flag, a single expert's weight is its score among all experts."""
     alone = value == 1 and _is_routed(known) and _has_softmax(known)
-    return Meaning({"moe_router_topk": value}, {"moe_router_pre_softmax": True} if alone else {})
+    return Expansion({"moe_router_topk": value}, {"moe_router_pre_softmax": True} if alone else {})
 
 
 def _has_softmax(known: Values) -> bool:
     return known.get("moe_router_score_function", "softmax") == "softmax"
 
 
-def _mlp_type(value: str, known: Values) -> Meaning:
+def _mlp_type(value: str, known: Values) -> Expansion:
     """Residual experts, which the fork that has this flag uses alongside one routed expert."""
     if value not in ("standard", "residual"):
         raise ConfigError(f"--mlp-type {value} is unknown. Use one of: standard, residual.")
     is_residual = value == "residual" and _is_routed(known)
     alone = is_residual and known.get("moe_router_topk", 1) == 1 and _has_softmax(known)
     defaults = {"moe_router_topk": 1} if is_residual else {}
-    return Meaning(
+    return Expansion(
         {"moe_residual": value == "residual"}, {**defaults, **({"moe_router_pre_softmax": True} if alone else {})}
     )
 
@@ -305,15 +305,15 @@ def _is_routed(known: Values) -> bool:
     return (max(experts) if isinstance(experts, tuple) else experts) > 1
 
 
-def _interpolation(value: float, known: Values) -> Meaning:
-    return Meaning({"rope_scaling_type": "linear", "rope_scaling_factor": value})
+def _interpolation(value: float, known: Values) -> Expansion:
+    return Expansion({"rope_scaling_type": "linear", "rope_scaling_factor": value})
 
 
-def _always(values: Values, defaults: Values | None = None) -> _MeaningOf:
-    return lambda value, known: Meaning(values, defaults or {})
+def _always(values: Values, defaults: Values | None = None) -> _Expand:
+    return lambda value, known: Expansion(values, defaults or {})
 
 
-def _row(name: str, element: type, meaning: _MeaningOf, help: str, *, many: bool = False) -> Shorthand:
+def _row(name: str, element: type, meaning: _Expand, help: str, *, many: bool = False) -> Shorthand:
     facts, default = FlagFacts(help=help, once=many), False if element is bool else None
     return Shorthand(Flag(name, element, facts, default, required=False, is_tuple=many, count=None), meaning)
 

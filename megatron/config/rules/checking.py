@@ -23,7 +23,7 @@ from megatron.config.rules import (
     schedule,
     sequence,
 )
-from megatron.config.rules.rule import Moment, Rule
+from megatron.config.rules.rule import Phase, Rule
 from megatron.config.run_sections import ReadFlags, RunSections
 from megatron.config.sections.model import ModelRequest
 from megatron.errors import ConfigError
@@ -38,10 +38,10 @@ _SUBJECTS = (
 RULES = tuple(rule for subject in _SUBJECTS for rule in vars(subject).values() if isinstance(rule, Rule))
 
 
-def sentences(moment: Moment, *facts: object) -> Iterator[str]:
+def sentences(phase: Phase, *facts: object) -> Iterator[str]:
     """Sentences of the rules of a moment that are broken by the facts that they are called with."""
     for rule in RULES:
-        if rule.moment is moment:
+        if rule.phase is phase:
             yield from rule(*facts)
 
 
@@ -51,26 +51,26 @@ def checked_model(model: Model) -> Model:
     Raises:
         ConfigError: with all problems at once.
     """
-    if problems := list(sentences(Moment.MODEL, model)):
+    if problems := list(sentences(Phase.MODEL, model)):
         raise ConfigError(problems)
     return model
 
 
 def run_problems(run: RunSections) -> Iterator[str]:
     """Broken rules of a run, requested or resolved."""
-    yield from sentences(Moment.MODEL, run.model)
-    yield from sentences(Moment.RUN, run)
+    yield from sentences(Phase.MODEL, run.model)
+    yield from sentences(Phase.RUN, run)
 
 
 def request_problems(run: ReadFlags) -> Iterator[str]:
     """Broken rules of a run's flags, before the machine and the tokenizer are known."""
     yield from run_problems(run)
-    yield from sentences(Moment.REQUEST, run)
+    yield from sentences(Phase.REQUEST, run)
 
 
 def world_problems(run: RunSections, world_size: int) -> list[str]:
     """Sentences of the first broken rule of a run on so many processes; later ones rely on it."""
     for rule in RULES:
-        if rule.moment is Moment.WORLD and (problems := list(rule(run, world_size))):
+        if rule.phase is Phase.WORLD and (problems := list(rule(run, world_size))):
             return problems
     return []

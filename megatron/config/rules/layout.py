@@ -55,7 +55,7 @@ def _elastic(run: RunSections) -> Iterator[str]:
 
 
 @run_rule
-def _plan_or_rehearsal(run: RunSections) -> Iterator[str]:
+def _plan_or_dry_run(run: RunSections) -> Iterator[str]:
     if run.planning.plan_only and run.planning.dry_run_ranks is not None:
         yield "--plan-only and --dry-run-ranks are both given. Drop one of them."
 

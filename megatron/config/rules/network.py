@@ -11,7 +11,7 @@ from megatron.config.architecture.scales import NORMAL, TRUNCATED_NORMAL, XAVIER
 from megatron.config.flags.fields import as_written, flags_of
 from megatron.config.rules.rule import model_rule, notice
 from megatron.config.run_sections import ReadFlags
-from megatron.config.sections.model import ModelRequest, idle_fields
+from megatron.config.sections.model import ModelRequest, unused_fields
 
 
 @model_rule
@@ -152,7 +152,7 @@ def _idle_flags(run: ReadFlags) -> Iterator[str]:
     Scripts of the forks pass `--num-experts 1` with the flags of experts, which needs no comment.
     """
     model, values = run.model, run.values
-    reasons = idle_fields(model)
+    reasons = unused_fields(model)
     for flag in flags_of(ModelRequest):
         value = values.get(f"model.{flag.field}", flag.default)
         is_dense_by_choice = model.num_experts == 1 and flag.field.startswith("moe_") and "model.num_experts" in values

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 
-class Moment(enum.Enum):
+class Phase(enum.Enum):
     """When a rule is checked, and what it is called with."""
 
     MODEL = "a network is described, with or without a run: (model)"
@@ -23,16 +23,16 @@ class Moment(enum.Enum):
 class Rule:
     """A rule between flags: a generator of one sentence for each way in which it is broken."""
 
-    moment: Moment
+    phase: Phase
     sentences: Callable[..., Iterator[str]]
 
     def __call__(self, *facts: object) -> Iterator[str]:
         return self.sentences(*facts)
 
 
-model_rule = functools.partial(Rule, Moment.MODEL)
-run_rule = functools.partial(Rule, Moment.RUN)
-request_rule = functools.partial(Rule, Moment.REQUEST)
-notice = functools.partial(Rule, Moment.NOTICE)
-world_rule = functools.partial(Rule, Moment.WORLD)
-resolved_rule = functools.partial(Rule, Moment.RESOLVED)
+model_rule = functools.partial(Rule, Phase.MODEL)
+run_rule = functools.partial(Rule, Phase.RUN)
+request_rule = functools.partial(Rule, Phase.REQUEST)
+notice = functools.partial(Rule, Phase.NOTICE)
+world_rule = functools.partial(Rule, Phase.WORLD)
+resolved_rule = functools.partial(Rule, Phase.RESOLVED)

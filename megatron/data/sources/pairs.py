@@ -108,7 +108,7 @@ class PackedPairs(RowSource):
         lengths = pairs.inputs.lengths[first:last].astype(np.int64) + pairs.targets.lengths[first:last]
         made = cache.arrays("packed", description, lambda: pack(lengths, self._length, seed)._asdict())
         self._packing = Packing(made["order"], made["rows"])
-        if left_out := self._packing.left_out:
+        if left_out := self._packing.skipped:
             self._warn_or_refuse(left_out, int(lengths.max()))
 
     def __len__(self) -> int:

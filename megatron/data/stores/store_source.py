@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron.data.datasets.examples.tokenized_examples import RecordPlace, RecordSource
+from megatron.data.datasets.examples.tokenized_examples import RecordLocation, RecordSource
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.order.plan import DataPlan, GroupPlan, SourcePlan
 from megatron.data.order.row_order import RowSource
@@ -97,7 +97,7 @@ def stored_records(address: str) -> RecordSource:
     """The pairs of a store, each with the number of its document."""
     store = PairStore(StoreAddress.of(address))
 
-    def records() -> Iterator[tuple[RecordPlace, Any]]:
-        return ((RecordPlace(0, number), record) for number, record in enumerate(store.records()))
+    def records() -> Iterator[tuple[RecordLocation, Any]]:
+        return ((RecordLocation(0, number), record) for number, record in enumerate(store.records()))
 
     return RecordSource((masked(address),), store.fingerprint, records)

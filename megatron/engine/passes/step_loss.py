@@ -19,7 +19,7 @@ from megatron.engine.micro_batch import DeviceBatch, MicroBatch
 from megatron.engine.totals import StepTotals
 from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.step_context import StepContext, StepSettings
-from megatron.objective.base import Companion, Objective, Outputs, sum_sizes
+from megatron.objective.base import AuxiliaryNetwork, Objective, Outputs, sum_sizes
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
@@ -133,10 +133,10 @@ class StepLoss:
         return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
 
     @property
-    def companion(self) -> Companion | None:
-        """The network that the objective wants to run chunk by chunk beside the one that is trained."""
-        companion: Companion | None = getattr(self.objective, "companion", None)
-        return companion
+    def auxiliary_network(self) -> AuxiliaryNetwork | None:
+        """The objective's second network, run chunk by chunk along with the trained one; None if it has none."""
+        network: AuxiliaryNetwork | None = getattr(self.objective, "auxiliary_network", None)
+        return network
 
     def take_auxiliary(self, losses: AuxiliaryLosses) -> None:
         """Adds what layers have recorded to the totals."""

@@ -21,7 +21,7 @@ from megatron.engine.cuda_graphs import (
     batch_shape,
     fill,
     give_gradients,
-    like_parameter,
+    match_layout,
     static,
     warn_of_capture,
 )
@@ -178,7 +178,7 @@ class _GraphSet:
                 found = torch.autograd.grad(output, [*inputs, *parameters], self.gradient, allow_unused=True)
             finally:
                 later = queue.close() if is_halved else []
-            shaped = [like_parameter(*pair) for pair in zip(parameters, found[len(inputs) :], strict=True)]
+            shaped = [match_layout(*pair) for pair in zip(parameters, found[len(inputs) :], strict=True)]
             return [found[0] if inputs else None, *shaped], later
 
         self.backward, ((self.of_input, *first), works) = capturer.capture(backward, memory)
@@ -213,7 +213,7 @@ def _done(works: list[Any], parameters: Sequence[nn.Parameter]) -> list[tuple[nn
     try:
         while works:
             works.pop(0)()
-        return [(each, like_parameter(each, each.grad)) for each in parameters if each.grad is not None]
+        return [(each, match_layout(each, each.grad)) for each in parameters if each.grad is not None]
     finally:
         for each, gradient in zip(parameters, before, strict=True):
             each.grad = gradient

@@ -1,7 +1,7 @@
 """Executes pipeline schedules: the passes of micro-batches through the chunks of this rank, and their messages.
 
 Every rank reads every micro-batch, so that only hidden states and their gradients travel, in shapes that both ends
-know, and the hidden states of a network that an objective wants to run beside, such as a teacher. Messages are begun in
+know, and the hidden states of an auxiliary network of the objective, such as a teacher. Messages are begun in
 the order of the schedule, which is the same at both ends, and waited for by whoever needs them; nothing is sent twice,
 and nothing is asked for before.
 """
@@ -25,7 +25,7 @@ from megatron.parallel.schedule.actions import Action, Kind, Program, without_ba
 
 # Of what a chunk and a micro-batch have.
 Place = tuple[int, int]
-# What travels from chunk to chunk: hidden states, and those of the network that runs beside it.
+# What travels from chunk to chunk: hidden states, and those of the auxiliary network if there is one.
 Hidden = list[torch.Tensor]
 
 
@@ -86,7 +86,7 @@ class _Execution:
     def __init__(self, executor: Executor, batches: Sequence[DeviceBatch], losses: StepLoss, trains: bool) -> None:
         self._executor, self._batches, self._losses, self._trains = executor, batches, losses, trains
         self._chunks = executor.runner.chunks
-        self._companion = losses.companion if trains else None
+        self._auxiliary_network = losses.auxiliary_network if trains else None
         self._arriving: dict[tuple[Kind, Place], list[PendingMessage]] = {}
         self._sending: deque[PendingMessage] = deque()
         # Hidden states and gradients on their way to the next or previous chunk, which may be on this rank.
@@ -113,19 +113,21 @@ class _Execution:
         hidden = before[0] if before else None
         trains = self._trains and self._chunks.passes_gradient(chunk)
         self._executor.enter("forward")
-        beside, given = [], {}
-        if self._companion is not None:
-            beside = [self._companion.forward(chunk, before[1] if before else batch.network_input, batch.passed)]
-            given = {self._companion.output_name: beside[0]} if is_last else {}
-        output, passed = self._executor.runner.forward(chunk, batch, hidden, self._losses, given, trains=trains)
+        auxiliary, named = [], {}
+        if self._auxiliary_network is not None:
+            auxiliary = [
+                self._auxiliary_network.forward(chunk, before[1] if before else batch.network_input, batch.passed)
+            ]
+            named = {self._auxiliary_network.output_name: auxiliary[0]} if is_last else {}
+        output, passed = self._executor.runner.forward(chunk, batch, hidden, self._losses, named, trains=trains)
         if not is_last:
-            self._outputs[place] = [output, *beside]
+            self._outputs[place] = [output, *auxiliary]
         if passed is not None:
             self._alive[place] = passed
             self.most_held = max(self.most_held, len(self._alive) + len(self._halved))
 
     def _hidden_before(self, place: Place) -> Hidden:
-        """The input of a chunk, and its companion's; nothing for the first, which takes the micro-batch's."""
+        """The hidden states that enter a chunk, of both networks; none for the first, which reads the micro-batch."""
         chunk, micro_batch = place
         if chunk == 0:
             return []
@@ -182,8 +184,8 @@ class _Execution:
         executor.enter("p2p")
         settings, like = self._losses.settings, batch.passed[0]
         rooms = [torch.empty(settings.hidden_shape(*batch.shape), dtype=settings.dtype, device=like.device)]
-        if self._companion is not None and action.kind is Kind.RECEIVE_FORWARD:
-            rooms.append(self._companion.hidden_like(*batch.shape, like))
+        if self._auxiliary_network is not None and action.kind is Kind.RECEIVE_FORWARD:
+            rooms.append(self._auxiliary_network.empty_hidden(*batch.shape, like))
         place, peer, axis = (action.chunk, action.micro_batch), _peer(action), executor.axis_of(action.kind)
         self._arriving[action.kind, place] = [start_receive(room, axis, peer) for room in rooms]
 

@@ -33,6 +33,6 @@ def test_longrope_has_a_factor_for_every_pair_of_channels(changes: dict[str, Any
 
 
 def test_a_width_that_does_not_exist_is_the_only_problem() -> None:
-    with pytest.raises(ConfigError, match="--hidden-size 66 cannot be divided among") as refused:
+    with pytest.raises(ConfigError, match="--hidden-size 66 is not divisible by") as refused:
         longrope(1, 1, hidden_size=66)
     assert "--rope-short-factors" not in str(refused.value)

@@ -76,7 +76,7 @@ def test_values_that_would_be_lost_are_refused(words: str, sentence: str) -> Non
 
 def test_the_first_words_may_belong_to_a_flag_that_is_not_named() -> None:
     def tool(text: str) -> Tool:
-        return parse_flags(Tool, text.split(), prog="tool", unnamed="--input")
+        return parse_flags(Tool, text.split(), prog="tool", positional="--input")
 
     assert tool("a b --workers 3") == tool("--workers 3 --input a b") == Tool(input=("a", "b"), workers=3)
     with pytest.raises(ConfigError, match="--input is required"):

@@ -97,7 +97,7 @@ def test_what_is_there_is_named(tmp_path: Path, use: PathUse) -> None:
         assert said[name].startswith(f"--flag {tmp_path}/{name} {words}. Give "), said[name]
     is_written = use in (PathUse.NEW_FILE, PathUse.NEW_STREAM, PathUse.NEW_PREFIX)
     assert bool(said["dangling"]) is not is_written
-    takes_folders = use in (PathUse.FOLDER, PathUse.PLACE, PathUse.CORPUS, PathUse.PREFIX, PathUse.NEW_PREFIX)
+    takes_folders = use in (PathUse.FOLDER, PathUse.FILE_OR_FOLDER, PathUse.CORPUS, PathUse.PREFIX, PathUse.NEW_PREFIX)
     assert ("is a folder" in said["folder"]) is not takes_folders
     assert not said["file"] and not list(path_problems("--flag", use, str(tmp_path / "absent")))
 

@@ -97,7 +97,7 @@ def test_hostile_numbers_are_refused_or_harmless(pytestconfig: pytest.Config) ->
             r"could take 2305843009213693952 steps\. Give at most 2000000 ",
         ),
         (["--distributed-timeout-minutes", str(2**40)], r"--distributed-timeout-minutes .* at most 525600"),
-        (["--hidden-dropout", "1e-6"], r"--hidden-dropout 1e-06 is not possible"),
+        (["--hidden-dropout", "1e-6"], r"--hidden-dropout 1e-06 cannot be represented"),
     ],
 )
 def test_numbers_that_used_to_pass_or_break(words: list[str], sentence: str) -> None:

@@ -66,4 +66,4 @@ def test_processes_that_do_not_fit() -> None:
     assert "needs a multiple of 8 processes, 4 to share each sequence, and 3 were started" in problem
     elastic = small(RING + "--elastic --global-batch-size 8")
     fitted, (notice,) = fit_layout(elastic, 8)[0], *[fit_layout(elastic, 2)[1]]
-    assert fitted.parallel.sequence_size == 4 and "using 1 x 1 x 2 data x 1 of a sequence" in notice
+    assert fitted.parallel.sequence_size == 4 and "using 1 x 1 x 2 data x 1 sequence" in notice

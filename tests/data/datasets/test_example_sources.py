@@ -103,10 +103,10 @@ def test_a_resume_continues_the_order_and_notices_a_changed_file(tmp_path: Path,
     resumed, _ = build(tokenizer, moved, samples=(10, 0, 0), plan=stored, options=PACKED, consumed=5)
     for number in range(10):
         assert resumed.train[number].tolist() == whole.train[number].tolist()
-    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+    with pytest.raises(DataError, match="The training data differs from the run to resume"):
         build(tokenizer, moved, plan=stored, consumed=5)  # in rows of their own now
     write(tmp_path / "moved" / "chat.jsonl", 20, "of")
-    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+    with pytest.raises(DataError, match="The training data differs from the run to resume"):
         build(tokenizer, moved, plan=stored, options=PACKED, consumed=5)
 
 
@@ -184,7 +184,7 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
         check_sources(data, SourceUse(LENGTH, "prefix"))
     with pytest.raises(DataError, match="--objective multitask trains on pairs"):
         check_sources(data, SourceUse(LENGTH, "multitask"))
-    with pytest.raises(DataError, match=r"none\.jsonl: there is no such file"):
+    with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), SourceUse(LENGTH))
     cut = "chat.jsonl holds examples with answers, and --curriculum-learning cuts off the ends of samples"
     with pytest.raises(ConfigError, match=cut):

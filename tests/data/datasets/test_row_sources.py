@@ -56,7 +56,7 @@ def test_the_split_applies_to_rows(windows: str) -> None:
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     rows = [sorted(first // LENGTH for first in first_tokens(part, len(part))) for part in parts]
     assert rows == [list(range(80)), list(range(80, 90)), list(range(90, 100))]
-    line = f"train: {windows} [0, 80): 80 samples (100.00%, asked 100.00%), 1.00 epochs of 80 rows"
+    line = f"train: {windows} [0, 80): 80 samples (100.00%, target 100.00%), 1.00 epochs of 80 rows"
     assert describe(datasets, plan)[0].startswith(line)
 
 
@@ -82,7 +82,7 @@ def test_a_resume_with_other_rows_or_another_length_is_rejected(windows: str, tm
     moved = DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/moved/wikitext.train",), split="1,0,0")
     assert build(moved, (10, 0, 0), plan)[1].train.sources[0].prefix == f"{tmp_path}/moved/wikitext.train"
     write_windows(tmp_path / "moved" / shard_name("wikitext.train", 2, 4), counting_windows(25, LENGTH))
-    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+    with pytest.raises(DataError, match="The training data differs from the run to resume"):
         build(moved, (10, 0, 0), plan)
 
 
@@ -221,12 +221,12 @@ def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
 def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "corpus", [10] * 9)
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")
-    with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; give --train-samples 111"):
+    with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; use --train-samples 111"):
         epoch_samples(DataRequest(data, LENGTH, 1234))
 
 
 def test_an_epoch_of_token_files_is_what_fits_into_one_pass(tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [10] * 9),), split="1,0,0")
     assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 11
-    with pytest.raises(ConfigError, match=r"have 90 tokens and do not fill one sample of --seq-length 90"):
+    with pytest.raises(ConfigError, match=r"has 90 tokens, which do not fill one sample of --seq-length 90"):
         epoch_samples(DataRequest(data, 90, 1234))

@@ -145,7 +145,7 @@ def test_blends_and_weighted_ranges(pairs: str, tmp_path: Path) -> None:
         if sources[sample] == 0:
             assert max(_pairs_of(datasets.train[sample])) < 20
     lines = describe(datasets, plan)
-    assert f"{pairs} [0, " in lines[0] and "30 samples (75.00%, asked 75.00%)" in lines[0] and "rows" in lines[0]
+    assert f"{pairs} [0, " in lines[0] and "30 samples (75.00%, target 75.00%)" in lines[0] and "rows" in lines[0]
 
 
 def test_a_longer_run_continues_the_stored_order(pairs: str) -> None:
@@ -155,7 +155,7 @@ def test_a_longer_run_continues_the_stored_order(pairs: str) -> None:
     assert len(extended.train.sources[0].segments) == 2
     for sample in range(len(short.train)):
         assert np.array_equal(short.train[sample], longer.train[sample])
-    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+    with pytest.raises(DataError, match="The training data differs from the run to resume"):
         _build(pairs, (10, 0, 0), plan, split="50,50,0")
 
 

@@ -67,7 +67,7 @@ def test_collections_are_one_source_whose_split_holds_out_documents(database: Da
         TEXTS[37:],
     ]
     assert plan.train.sources[0].is_rows
-    assert "90 samples (100.00%, asked 100.00%), 2.81 epochs of 32 rows" in describe(datasets, plan)[0]
+    assert "90 samples (100.00%, target 100.00%), 2.81 epochs of 32 rows" in describe(datasets, plan)[0]
 
 
 def test_any_database_with_the_same_documents_continues_the_order(
@@ -93,7 +93,7 @@ def test_other_documents_do_not_continue_the_order(database: Database, tokenizer
     database.write({"web": numbered(TEXTS), "fewer": numbered(TEXTS[:39]), "other": numbered(["x", *TEXTS[1:]])})
     _, plan = build(database.address("web"), tokenizer)
     for name in ("fewer", "other"):
-        with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+        with pytest.raises(DataError, match="The training data differs from the run to resume"):
             build(database.address(name), tokenizer, plan=plan)
 
 

@@ -108,7 +108,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "layout",
         "manifests",
         ".",
-        "keeping",
+        "retention",
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (
@@ -120,7 +120,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     "megatron.inference": ("sampling", ".", "beams", "generation"),
     "trident.serve": ("requests", "execution", "."),
     "trident.dashboard": (".", "curves"),
-    "trident.plan": (".", "rehearsal"),
+    "trident.plan": (".", "dry_run"),
     "trident.convert": ("pickles", "hugging_face", "megatron_format", "deepspeed_format", "megatron_output", "."),
     "trident.evaluate": (".", "baselines", "tasks", "completer", "harness", "training", "results", "task_runner"),
     "trident.convert.hugging_face": ("table", "families", "."),
@@ -133,7 +133,7 @@ HOMES = {
     "argparse": ("megatron/config/flags/command_line.py", "trident/convert/megatron_output/output_tensors.py"),
     "deepspeed": ("megatron/engine/",),
     "torch.cuda": ("megatron/device.py", "megatron/kernels/"),
-    "torch.distributed": ("megatron/parallel/", "trident/plan/rehearsal/recording.py"),
+    "torch.distributed": ("megatron/parallel/", "trident/plan/dry_run/recording.py"),
     "os.environ": (
         "megatron/device.py",
         "megatron/cuda_driver.py",
@@ -229,7 +229,7 @@ USES_RUN_CONFIG = (
     "megatron/config/",
     *(f"megatron/train/{name}.py" for name in ("build", "objectives", "callback", "run", "run_data")),
     *(f"trident/plan/{name}.py" for name in ("command_line", "out_of_memory", "requests")),
-    "trident/plan/rehearsal/",
+    "trident/plan/dry_run/",
     "megatron/train/preflight/",
     "megatron/train/restarts/restore.py",
     "megatron/train/start_up/",
@@ -241,9 +241,10 @@ USES_RUN_CONFIG = (
     "megatron/train/restarts/restart_policy.py",
 )
 
-BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
+BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager"}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60
+LINES_THAT_DESCRIBE_THEMSELVES = 10
 MAXIMUM_FOLDER_FILES = 15
 # Folders that are lists, one file an entry: they may be long.
 LISTS = (

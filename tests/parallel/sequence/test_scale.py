@@ -1,4 +1,4 @@
-"""A million tokens on 64 ranks, rehearsed on one: messages and memory are what formulas say.
+"""A million tokens on 64 ranks, simulated on one: messages and memory are what formulas say.
 
 The backend moves nothing and attention computes nothing; everything else of a block runs as it is.
 """
@@ -62,7 +62,7 @@ class Memory(TorchDispatchMode):
             self.now -= size
 
 
-def rehearse(rank: int, layouts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def measure_layouts(rank: int, layouts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Of each layout, as one of its ranks sees it: bytes sent forward and backward, and memory."""
     measured = []
     for ring, ulysses in layouts:
@@ -128,7 +128,7 @@ def _of_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 def test_messages_and_memory_of_a_million_tokens() -> None:
     layouts = [(1, 1), (4, 1), (64, 1), (1, 64), (8, 8)]
-    (measured,) = run_ranks(rehearse, 1, layouts)
+    (measured,) = run_ranks(measure_layouts, 1, layouts)
     memory = {}
     for (ring, ulysses), (forward, backward, peak) in zip(layouts, measured, strict=True):
         groups = max(GROUPS, ulysses)  # as many as there are ranks that need one

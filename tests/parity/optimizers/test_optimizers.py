@@ -13,7 +13,7 @@ from megatron.checkpoint import load, read_tensors, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
 from megatron.engine.optimizers import whole_matrices
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
-from trident.plan.rehearsal.walking import walk
+from trident.plan.dry_run.rank_simulation import simulate_rank
 
 pytestmark = pytest.mark.slow
 RECIPE = dataclasses.replace(Recipe(), num_layers=2, hidden_size=16, steps=4, learning_rate=1.0e-2)
@@ -86,7 +86,7 @@ def load_and_train(rank: int, layout: tuple[int, int, int], stage: int, extra: l
     """Loads what any layout saved, and trains the rest."""
     config = layout_config(RECIPE, layout, stage, [*FLAGS, *extra])
     engine = build_engine(config, open_mesh(config.parallel))
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
     refresh_weights(engine, record["updates"], averaging_weight=record["weight"])
     return train(engine, config, SAVED_AFTER, RECIPE.steps)
 
@@ -156,10 +156,10 @@ def exchanges_of_matrices(rank: int, config: RunConfig) -> Axes:
     return found
 
 
-def test_a_rehearsal_exchanges_the_matrices_of_a_step() -> None:
+def test_a_dry_run_exchanges_the_matrices_of_a_step() -> None:
     """Those of experts, which are a group of the optimizer, are whole on each rank here."""
     config = layout_config(RECIPE, (1, 1, 2), 1, [*FLAGS, *OPTIMIZERS["muon-experts"]])
     for rank, found in enumerate(run_ranks(exchanges_of_matrices, 2, config)):
-        program, *_ = walk(config, rank, 2, [RECIPE.global_batch_size])
-        rehearsed = [event.message.ranks for event in program.events if event.part == "matrices"]
-        assert found == rehearsed == [(0, 1)] * 2
+        program, *_ = simulate_rank(config, rank, 2, [RECIPE.global_batch_size])
+        simulated = [event.message.ranks for event in program.events if event.part == "matrices"]
+        assert found == simulated == [(0, 1)] * 2

@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from docs.site.layout_survey import AXES, words_of
 from docs.site.layouts import FEW, PAGE, pair_tests, refused_on
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.data.loader import Batch, predicted_places
+from megatron.data.loader import Batch, predicted_positions
 from megatron.engine.engine import Engine
 from megatron.model.interface.network import draw_initial_values
 from megatron.model.networks import network_layers
@@ -99,7 +99,7 @@ def masked(batch: Batch) -> Batch:
     places = np.arange(RECIPE.sequence_length)
     padding = places >= RECIPE.sequence_length - 1 - batch.sample_ids[:, None] % 3
     loss_mask = np.where(padding | (places == 0), np.float32(0), batch.loss_mask)
-    predicted = predicted_places(loss_mask, RECIPE.sequence_length)
+    predicted = predicted_positions(loss_mask, RECIPE.sequence_length)
     return dataclasses.replace(batch, loss_mask=loss_mask, segment_ids=padding.astype(np.int64), predicted=predicted)
 
 

@@ -84,13 +84,13 @@ def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
     assert "--no-terminal without --output would draw nothing" in done.stderr
     done = run_tool("runs/plot_run.py", runs[0], "--metric", "beauty")
     assert done.returncode == 65
-    assert "holds no step with a finite beauty" in done.stderr
+    assert "has no step with a finite beauty" in done.stderr
 
 
 def test_an_unsupported_image_is_rejected_before_plotting(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run_tool("runs/plot_run.py", runs[0], "--output", tmp_path / "loss.xyz")
     assert done.returncode == 64 and done.stdout == ""
-    assert "has no extension of an image format" in done.stderr
+    assert "has no known image extension" in done.stderr
     (tmp_path / "folder.png").mkdir()
     done = run_tool("runs/plot_run.py", runs[0], "--output", tmp_path / "folder.png")
     assert done.returncode == 64 and done.stdout == "" and "folder.png is a folder" in done.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from tests.checkpoint.keeping.checkpoints import save_step
+from tests.checkpoint.retention.checkpoints import save_step
 from tests.helpers.machines.fake_ssh import FakeSsh
 from tools.runs import sync_run
 
@@ -64,7 +64,7 @@ def test_a_damaged_checkpoint_does_not_end_the_turns(
 
 def test_a_single_turn_that_fails_is_an_error(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeSsh(tmp_path / "ssh", monkeypatch).breaks_after(0)
-    with pytest.raises(StorageError, match="ssh ended with 255"):
+    with pytest.raises(StorageError, match="ssh exited with code 255"):
         sync_run.main([str(run), "--to", "host:there"])
     with pytest.raises(ConfigError, match="--to is required"):
         sync_run.main([str(run)])

@@ -37,7 +37,7 @@ def test_the_mean_is_weighted_and_of_any_layout(tmp_path: Path, monkeypatch: pyt
     assert [entry["coefficient"] for entry in value["averaged"]] == [0.125, 0.375, 0.5]
     assert made.name == "iter_0000002"
     (tmp_path / "mean" / "latest_checkpointed_iteration.txt").rename(tmp_path / "mean" / ".tmp-latest-0a")
-    with pytest.raises(CheckpointError, match="mean holds checkpoints already .iter_0000002"):
+    with pytest.raises(CheckpointError, match="mean already holds checkpoints .iter_0000002"):
         average(shares, tmp_path / "mean")
     assert (tmp_path / "mean" / "latest_checkpointed_iteration.txt").read_text() == "2"  # a kill had left it half done
     assert not (tmp_path / "mean" / ".tmp-latest-0a").exists()

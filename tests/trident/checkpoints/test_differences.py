@@ -1,4 +1,4 @@
-"""Differences of two checkpoints, of whatever layouts, are found and measured."""
+"""Differences of two checkpoints of any layouts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_differences_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     lines = list(comparison_lines(comparison))
     assert any(line.startswith(f"{FC2} | weight |") and " 1 of 120 | " in line for line in lines)
     assert "model.num_layers: 2 and 3" in lines
-    assert lines[-1].startswith("DIFFERENT: 1 of the 4 tensors that were compared (largest absolute difference 0.25)")
+    assert lines[-1].startswith("DIFFERENT: 1 of 4 compared tensors (largest absolute difference 0.25)")
     assert compare(first, second, ["embedding*"]).holds_same_tensors
     assert sum(bool(entry.different) for entry in compare(first, second, with_moments=True).differences) == 2
 

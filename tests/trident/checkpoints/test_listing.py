@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds, in every state that it can be in."""
+"""Listed checkpoints in every state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from megatron.checkpoint.storage import Storage
 from megatron.errors import StorageError
-from tests.checkpoint.keeping.checkpoints import RUN, save_step
+from tests.checkpoint.retention.checkpoints import RUN, save_step
 from trident.checkpoints.listing import entries_in
 
 
@@ -45,7 +45,7 @@ def test_every_state_is_shown(tmp_path: Path) -> None:
     assert entries[0].size_bytes is None
 
 
-def test_what_cannot_be_read_is_not_called_damaged(tmp_path: Path) -> None:
+def test_an_unreadable_checkpoint_is_not_damaged(tmp_path: Path) -> None:
     class Forbidden(Storage):
         def open_to_read(self, path: Path) -> tuple[int, int]:
             raise PermissionError(13, "Permission denied")

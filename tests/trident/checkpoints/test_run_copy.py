@@ -1,4 +1,4 @@
-"""A copy of a run holds complete checkpoints only, continues after it was killed, and refuses what is damaged."""
+"""The copy of a run holds complete checkpoints only, and resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from megatron.checkpoint import verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from tests.checkpoint.keeping.checkpoints import OTHER_RUN, loaded_seed, save_step
+from tests.checkpoint.retention.checkpoints import OTHER_RUN, loaded_seed, save_step
 from tests.helpers.machines.fake_ssh import FakeSsh
-from trident.checkpoints.run_copy import CopyPlace, RunCopy, place_of
+from trident.checkpoints.run_copy import CopyTarget, RunCopy, parse_target
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two checkpoints, one that is being written, a lock, and files of its own."""
+    """A run with two checkpoints, one that is being written, a lock, and other files."""
     folder = tmp_path / "jolly_noether-26112211"
     for step in (2, 4):
         save_step(folder / "ckpt", step)
@@ -32,8 +32,8 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def copy_run(run: Path, place: CopyPlace, say: Callable[[str], None] = print) -> RunCopy:
-    copy = RunCopy(run, place, say)
+def copy_run(run: Path, target: CopyTarget, report: Callable[[str], None] = print) -> RunCopy:
+    copy = RunCopy(run, target, report)
     copy.update()
     return copy
 
@@ -50,35 +50,37 @@ def published(folder: Path) -> dict[str, bytes]:
 def test_a_run_is_not_copied_into_itself(run: Path, inside: str) -> None:
     before = contents(run)
     with pytest.raises(ConfigError, match="is inside .*jolly_noether-26112211, the folder to copy"):
-        copy_run(run, place_of(str(run / inside)))
+        copy_run(run, parse_target(str(run / inside)))
     assert contents(run) == before
 
 
 @pytest.mark.parametrize("kind", ["directory", "remote"])
-def test_what_is_complete_is_copied_once(run: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_checkpoints_are_copied_once(
+    run: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ssh = FakeSsh(tmp_path / "ssh", monkeypatch)
-    place = place_of(str(ssh.home / "there") if kind == "directory" else "host:there")
-    said: list[str] = []
-    copied = copy_run(run, place, said.append)
+    target = parse_target(str(ssh.home / "there") if kind == "directory" else "host:there")
+    lines: list[str] = []
+    copied = copy_run(run, target, lines.append)
     assert copied.checkpoints == ["ckpt/iter_0000002", "ckpt/iter_0000004"]
     assert copied.size_bytes == sum(map(len, published(run).values()))
     there = ssh.home / "there" / run.name
     assert contents(there) == published(run)
     assert verify(there / "ckpt" / "iter_0000004").step == 4
-    assert [text for text in said if "left out" in text and "iter_0000005" in text]
+    assert [text for text in lines if "skipped" in text and "iter_0000005" in text]
     (run / "config.json").write_text('{"changed": true}')
-    again = copy_run(run, place)
+    again = copy_run(run, target)
     assert (again.checkpoints, again.files) == ([], ["config.json"])
 
 
-def test_a_copy_goes_on_where_it_was_killed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ssh, place = FakeSsh(tmp_path / "ssh", monkeypatch), place_of("host:there")
+def test_a_killed_copy_resumes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ssh, target = FakeSsh(tmp_path / "ssh", monkeypatch), parse_target("host:there")
     there = ssh.home / "there" / run.name
     sent = []
     for calls in range(4, 60, 4):
         ssh.breaks_after(calls)
         try:
-            copy_run(run, place)
+            copy_run(run, target)
             break
         except StorageError:
             for checkpoint in (there / "ckpt").glob("iter_*"):
@@ -94,45 +96,45 @@ def test_damage_is_found_before_the_checkpoint_has_its_name(run: Path, tmp_path:
     file = run / "ckpt" / "iter_0000002" / "pieces_00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(DamagedError, match="pieces_00000.safetensors of .*iter_0000002 does not match its manifest"):
-        copy_run(run, place_of(str(tmp_path / "there")))
+        copy_run(run, parse_target(str(tmp_path / "there")))
     there = tmp_path / "there" / run.name / "ckpt"
     assert [path.name for path in there.glob("iter_*")] == ["iter_0000004"], "later ones are sent"
 
 
 def test_another_runs_checkpoint_is_not_replaced(run: Path, tmp_path: Path) -> None:
     save_step(tmp_path / "there" / run.name / "ckpt", 2, run_id=OTHER_RUN)
-    with pytest.raises(CheckpointError, match="holds another run's checkpoint .*iter_0000002"):
-        copy_run(run, place_of(str(tmp_path / "there")))
+    with pytest.raises(CheckpointError, match="holds .*iter_0000002 of another run"):
+        copy_run(run, parse_target(str(tmp_path / "there")))
 
 
 def test_a_step_that_is_saved_again_is_copied_again(run: Path, tmp_path: Path) -> None:
-    place, there = place_of(str(tmp_path / "there")), tmp_path / "there" / run.name
-    copy_run(run, place)
+    target, there = parse_target(str(tmp_path / "there")), tmp_path / "there" / run.name
+    copy_run(run, target)
     save_step(run / "ckpt", 4, seed=9)
-    assert copy_run(run, place).checkpoints == ["ckpt/iter_0000004"]
+    assert copy_run(run, target).checkpoints == ["ckpt/iter_0000004"]
     assert loaded_seed(there / "ckpt") == 9 and contents(there) == published(run)
 
 
 @pytest.mark.parametrize("again", [None, 9], ids=["deleted", "saved again"])
-def test_a_checkpoint_that_goes_while_it_is_copied_is_left_out(
+def test_a_checkpoint_that_is_deleted_during_the_copy_is_skipped(
     run: Path, again: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, there, write = place_of(str(tmp_path / "there")), tmp_path / "there" / run.name, CopyPlace.write
+    target, there, write = parse_target(str(tmp_path / "there")), tmp_path / "there" / run.name, CopyTarget.write
 
-    def overtaken(place: CopyPlace, path: PurePosixPath, source: BinaryIO, size_bytes: int) -> str:
+    def overtaken(target: CopyTarget, path: PurePosixPath, source: BinaryIO, size_bytes: int) -> str:
         if path.parent.name.startswith(".tmp-iter_0000002"):
             monkeypatch.undo()
             shutil.rmtree(run / "ckpt" / "iter_0000002")
             if again is not None:
                 save_step(run / "ckpt", 2, seed=again)
-        return write(place, path, source, size_bytes)
+        return write(target, path, source, size_bytes)
 
-    monkeypatch.setattr(CopyPlace, "write", overtaken)
-    said: list[str] = []
-    assert copy_run(run, place, said.append).checkpoints == ["ckpt/iter_0000004"]
-    assert [text for text in said if "iter_0000002: the run has deleted or replaced it meanwhile" in text]
+    monkeypatch.setattr(CopyTarget, "write", overtaken)
+    lines: list[str] = []
+    assert copy_run(run, target, lines.append).checkpoints == ["ckpt/iter_0000004"]
+    assert [text for text in lines if "iter_0000002: the run has deleted or replaced it meanwhile" in text]
     assert not list(there.glob("ckpt/.*")), "nothing is left of it"
-    copy_run(run, place)
+    copy_run(run, target)
     assert contents(there) == published(run)
 
 
@@ -142,7 +144,7 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
         stream.truncate(64 << 20)
     tracemalloc.start()
     try:
-        assert copy_run(tmp_path / "run", place_of(str(tmp_path / "there"))).size_bytes == 64 << 20
+        assert copy_run(tmp_path / "run", parse_target(str(tmp_path / "there"))).size_bytes == 64 << 20
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
@@ -150,4 +152,4 @@ def test_memory_does_not_grow_with_the_files(tmp_path: Path) -> None:
 
 def test_a_run_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{tmp_path / 'none'} is not a folder"):
-        copy_run(tmp_path / "none", place_of(str(tmp_path)))
+        copy_run(tmp_path / "none", parse_target(str(tmp_path)))

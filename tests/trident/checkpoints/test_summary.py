@@ -1,4 +1,4 @@
-"""The figures of a summary are those of the whole tensors."""
+"""Statistics of a summary equal those of the whole tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import CheckpointError
 from tests.checkpoint.made.fake_pieces import make_state
 from tests.checkpoint.made.stored import save_checkpoint
 from trident.checkpoints import slices
-from trident.checkpoints.summary import ValueFigures, summarize, summary_lines
+from trident.checkpoints.summary import ValueStats, summarize, summary_lines
 
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 
@@ -23,10 +23,10 @@ def test_figures_do_not_depend_on_the_slices(tmp_path: Path, monkeypatch: pytest
     checkpoint = save_checkpoint(tmp_path, state)
     summary = summarize(checkpoint, with_moments=True)
     for entry in summary.tensors:
-        for kind, figures in entry.figures.items():
+        for kind, stats in entry.stats.items():
             values = state[entry.tensor.name, kind].double()
             expected = [float(values.norm()), float(values.mean()), float(values.min()), float(values.max())]
-            found = figures.to_json()
+            found = stats.to_json()
             assert [found[name] for name in ("norm", "mean", "smallest", "largest")] == pytest.approx(expected)
     masters = torch.cat([values.flatten() for (_, kind), values in state.items() if kind == "master"])
     assert summary.norm == pytest.approx(float(masters.norm()))
@@ -35,10 +35,10 @@ def test_figures_do_not_depend_on_the_slices(tmp_path: Path, monkeypatch: pytest
 
 
 def test_values_that_are_not_finite_are_counted() -> None:
-    figures = ValueFigures()
-    figures.add(torch.tensor([float("nan"), 3.0, float("inf"), -4.0]))
-    assert figures.to_json() == {"norm": 5.0, "mean": -0.5, "smallest": -4.0, "largest": 3.0, "not_finite": 2}
-    empty = ValueFigures()
+    stats = ValueStats()
+    stats.add(torch.tensor([float("nan"), 3.0, float("inf"), -4.0]))
+    assert stats.to_json() == {"norm": 5.0, "mean": -0.5, "smallest": -4.0, "largest": 3.0, "not_finite": 2}
+    empty = ValueStats()
     empty.add(torch.tensor([float("-inf")]))
     assert empty.to_json() == {"norm": None, "mean": None, "smallest": None, "largest": None, "not_finite": 1}
 
@@ -62,7 +62,7 @@ def test_a_summary_as_text_and_as_json(tmp_path: Path) -> None:
     assert value["record"]["config"]["model"]["num_layers"] == 2
 
 
-def test_the_manifest_alone_says_what_is_there(tmp_path: Path) -> None:
+def test_a_summary_of_the_manifest_alone(tmp_path: Path) -> None:
     checkpoint = save_checkpoint(tmp_path, make_state())
     for file in checkpoint.folder.glob("pieces_*"):
         file.unlink()

@@ -25,7 +25,7 @@ def test_runs_join_and_only_changes_are_reported(tmp_path: Path) -> None:
     write_run(tmp_path / "a-second", steps=5)
     board.search()
     board.poll()
-    assert {number: run.place.name for number, run in board.runs.items()} == {1: "b-first", 2: "a-second"}
+    assert {number: run.folder.name for number, run in board.runs.items()} == {1: "b-first", 2: "a-second"}
     assert [run["id"] for run in board.summaries(known)] == [2]
     write_lines(first / "metrics.jsonl", [step(6)])
     changes = board.wait(-1, 0.0)
@@ -68,7 +68,7 @@ def test_what_a_file_system_refuses_is_a_warning(
     board.start()
     assert refused.wait(120)
     board.stop()
-    assert "the runs could not be read just now" in capsys.readouterr().err
+    assert "the runs cannot be read at the moment" in capsys.readouterr().err
 
 
 def test_a_run_that_cannot_be_understood_stops_no_other(
@@ -85,7 +85,7 @@ def test_a_run_that_cannot_be_understood_stops_no_other(
     real_add, real_summary = MetricsTable.add, DashboardRun.summary
 
     def add(table: MetricsTable, records: list[dict[str, object]]) -> None:
-        if any("unheard of" in record for record in records):
+        if any("unknown" in record for record in records):
             raise RuntimeError("a defect")
         real_add(table, records)
 
@@ -96,7 +96,7 @@ def test_a_run_that_cannot_be_understood_stops_no_other(
 
     monkeypatch.setattr(MetricsTable, "add", add)
     monkeypatch.setattr(DashboardRun, "summary", summary)
-    write_lines(folders[0] / "metrics.jsonl", [step(6, **{"unheard of": 1})])
+    write_lines(folders[0] / "metrics.jsonl", [step(6, **{"unknown": 1})])
     write_lines(folders[1] / "metrics.jsonl", [step(6)])
     write_lines(tmp_path / "d-text/metrics.jsonl", [step(1)])
     board.poll()
@@ -105,8 +105,8 @@ def test_a_run_that_cannot_be_understood_stops_no_other(
     assert found[1]["iteration"] == 6 and "a defect" in found[0]["problem"] and "another defect" in found[2]["problem"]
     board.poll()
     assert [run["points"] for run in board.summaries()] == [0, 6, 0, 1]
-    assert capsys.readouterr().err.count("cannot be understood and is left out") == 2
-    monkeypatch.setattr(DashboardRun, "_look", lambda run: MetricsTable.add(MetricsTable(), [{"unheard of": 1}]))
+    assert capsys.readouterr().err.count("cannot be parsed and is skipped") == 2
+    monkeypatch.setattr(DashboardRun, "_load_preview", lambda run: MetricsTable.add(MetricsTable(), [{"unknown": 1}]))
     fresh = Board([folders[1]])
     fresh.search()
     fresh.poll()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trident.dashboard.decimation import decimated, placed, smoothed
+from trident.dashboard.decimation import decimated, smoothed, sorted_points
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.1, 0.6, 0.9, 0.999])
@@ -61,7 +61,7 @@ def test_values_that_are_not_finite_leave_gaps_in_the_band_and_none_in_the_line(
 
 def test_points_without_a_place_are_left_out_and_the_others_put_in_order() -> None:
     x, values = np.array([3.0, np.nan, 1.0, np.inf, 2.0]), np.arange(5.0)
-    places, found, same = placed(x, values, values)
+    places, found, same = sorted_points(x, values, values)
     assert places.tolist() == [1.0, 2.0, 3.0] and found.tolist() == [2.0, 4.0, 0.0] == same.tolist()
     steps = np.arange(4)
-    assert placed(steps, steps)[1] is steps and placed(steps[:0])[0].size == 0
+    assert sorted_points(steps, steps)[1] is steps and sorted_points(steps[:0])[0].size == 0

@@ -128,7 +128,7 @@ def test_curves_of_runs_that_train(browser: Any, tmp_path: Path) -> None:
 
     with listening(tmp_path) as server:
         page = Page(browser, server.address)
-        page.wait(lambda: "No runs here yet" in page.find("#view").text and "--run-dir" in page.find("pre").text)
+        page.wait(lambda: "No runs yet" in page.find("#view").text and "--run-dir" in page.find("pre").text)
         write_rich_run(tmp_path / "large rate")
         plain = write_run(tmp_path / "small rate", steps=300)
         server.board.search()
@@ -164,7 +164,7 @@ def test_curves_of_runs_that_train(browser: Any, tmp_path: Path) -> None:
         # Choosing runs, axes and smoothing.
         coloured = page.colours()
         page.find("#none").click()
-        page.wait(lambda: "No run is chosen" in page.find("#view").text)
+        page.wait(lambda: "No run selected" in page.find("#view").text)
         page.find("#filter").send_keys("small")
         page.wait(lambda: page.texts(".run .name") == ["small rate"])
         page.find("#all").click()
@@ -216,7 +216,7 @@ def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
             page.picture(f"configuration_{width}")
         page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
-        # A run that is deleted stays on the page, and says so; dark and small screens.
+        # A deleted run stays on the page; dark and small screens.
         shutil.rmtree(plain)
         page.wait(lambda: "deleted" in page.texts(".run .state"))
         page.find("#tab-configuration").send_keys(Keys.ARROW_RIGHT)
@@ -230,4 +230,4 @@ def test_the_other_views_of_a_run(browser: Any, tmp_path: Path) -> None:
         page.picture("phone")
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         assert page.errors() == []
-    page.wait(lambda: page.find("#connection").text == "not connected")
+    page.wait(lambda: page.find("#connection").text == "disconnected")

@@ -18,13 +18,13 @@ from trident.dashboard.board import Board
 from trident.dashboard.configuration import differences
 from trident.dashboard.followed_run import DashboardRun, View
 from trident.dashboard.records import (
+    event_records,
+    heartbeats_record,
     is_shallow,
     layout,
+    metric_records,
     number,
-    of_events,
-    of_heartbeats,
-    of_metrics,
-    of_samples,
+    sample_records,
     whole,
 )
 from trident.dashboard.table import AXES
@@ -59,7 +59,7 @@ def strange_lines(random: Random) -> bytes:
 def ask_everything(run: DashboardRun) -> None:
     """Asks a run all that the page asks, as JSON."""
     summary = run.summary()
-    assert "cannot be understood" not in summary["problem"], summary["problem"]
+    assert "cannot be parsed" not in summary["problem"], summary["problem"]
     json.dumps([summary, run.details()], allow_nan=False)
     differences([run.configuration_rows(), {}])
     run.save_folder()
@@ -96,7 +96,7 @@ def test_a_first_look_survives_the_same(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     board = Board([tmp_path])
     board.search()
-    board.runs[1].look()
+    board.runs[1].load_preview()
     ask_everything(board.runs[1])
     while board.poll():
         pass
@@ -111,30 +111,30 @@ def test_numbers_have_limits() -> None:
 
 def test_steps_keep_what_is_right() -> None:
     bad = {"consumed_tokens": "Infinity", "seconds_per_iteration": 1e308}
-    (one,) = of_metrics([step(3, source_losses="abc", **bad)])
+    (one,) = metric_records([step(3, source_losses="abc", **bad)])
     assert set(step(3)) - set(one) == set(bad)
-    assert one["lm_loss"] == step(3)["lm_loss"] and of_metrics([step(4)]) == [step(4)]
-    assert of_metrics([step(2**63), {"kind": "evaluation", "iteration": 2**64 - 1}, {"kind": ["step"]}, 7]) == []
+    assert one["lm_loss"] == step(3)["lm_loss"] and metric_records([step(4)]) == [step(4)]
+    assert metric_records([step(2**63), {"kind": "evaluation", "iteration": 2**64 - 1}, {"kind": ["step"]}, 7]) == []
     task = {"kind": "task", "iteration": 2, "task": "arc", "group": 5, "figures": [1], "consumed_tokens": math.inf}
     kept = {"kind": "task", "iteration": 2, "task": "arc", "figures": {}, "consumed_tokens": None}
-    assert of_metrics([task]) == [kept]
+    assert metric_records([task]) == [kept]
 
 
 def test_events_samples_and_heartbeats_keep_what_is_right() -> None:
-    assert of_events([{"kind": ["step"]}, {"kind": {"a": 1}}, {}, 3]) == []
-    (event,) = of_events([{"kind": "start", "at": "yesterday", "step": 4, "world_size": [1], "text": {}}])
+    assert event_records([{"kind": ["step"]}, {"kind": {"a": 1}}, {}, 3]) == []
+    (event,) = event_records([{"kind": "start", "at": "yesterday", "step": 4, "world_size": [1], "text": {}}])
     assert (event["at"], event["step"], event["world_size"], event["text"]) == (None, 4, None, "")
     pairs = [{"prompt": "Once", "text": " upon"}, {"prompt": 1, "text": ""}, "no pair"]
-    (one,) = of_samples([{"iteration": 5, "at": 1.0, "samples": pairs}, {"iteration": 2**64 - 1}, []])
+    (one,) = sample_records([{"iteration": 5, "at": 1.0, "samples": pairs}, {"iteration": 2**64 - 1}, []])
     assert one == {"iteration": 5, "at": 1.0, "samples": pairs[:1]}
-    beats = of_heartbeats(
+    beats = heartbeats_record(
         {
             "axes": [["tp", 2], ["pp", "many"], 7],
             "ranks": [{"rank": 1, "phase": "data", "step": 3, "idle_seconds": "NaN", "state": []}, {"rank": -1}, None],
         }
     )
     assert beats == {"axes": [("tp", 2)], "ranks": [{"rank": 1, "phase": "data", "step": 3}]}
-    assert of_heartbeats({"axes": [["tp", 65_536], ["pp", 2]]}) == {"axes": [], "ranks": []}
+    assert heartbeats_record({"axes": [["tp", 65_536], ["pp", 2]]}) == {"axes": [], "ranks": []}
 
 
 def test_layouts_that_no_browser_could_draw_are_left_out(tmp_path: Path) -> None:

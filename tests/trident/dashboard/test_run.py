@@ -83,7 +83,7 @@ def test_what_is_known_of_a_run_that_says_nothing(tmp_path: Path) -> None:
 def test_a_long_file_shows_a_first_look_until_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trident.dashboard.followed_run._LONG_FILE_BYTES", 1000)
     run = DashboardRun(1, RunFolder(write_run(tmp_path / "a", steps=6000), "a"))
-    run.look()
+    run.load_preview()
     first = run.summary()
     assert first["iteration"] == 6000 and 200 < first["points"] < 300 and first["reading"] == 0.0
     (_, curve), *_ = run.curves("lm_loss", View("hours", 5000))
@@ -95,7 +95,7 @@ def test_a_long_file_shows_a_first_look_until_it_is_read(tmp_path: Path, monkeyp
     assert run.summary()["points"] == 6000 and run.summary()["reading"] == 1.0
     (_, curve), *_ = run.curves("lm_loss", View("hours", 5000))
     assert curve.extent[1] == pytest.approx(6000 * 0.5 / 3600)
-    run.look()
+    run.load_preview()
     assert run.summary()["points"] == 6000
 
 

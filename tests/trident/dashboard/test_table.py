@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from tests.trident.dashboard.run_folders import step
-from trident.dashboard.records import of_metrics
+from trident.dashboard.records import metric_records
 from trident.dashboard.table import MetricsTable
 
 
@@ -71,7 +71,7 @@ def test_tasks_and_broken_records() -> None:
         {"kind": "task", "iteration": 1, "figures": 3},
         {},
     ]
-    table.add(of_metrics([step(1), task, *strange]))
+    table.add(metric_records([step(1), task, *strange]))
     assert table.count == 1 and table.metrics()[-1] == "arc/acc"
     assert table.evaluation_curves("arc/acc", "hours")["arc"][1].tolist() == [0.5]
     assert MetricsTable().axis("tokens").tolist() == [] and MetricsTable().last("lm_loss") is None

@@ -107,8 +107,10 @@ def test_a_run_that_loses_a_host_goes_on_and_regains_it(hosts: Cluster, project:
     agents[SECOND] = hosts.start(SECOND, program, variables, output=logs[SECOND])
     assert [agents[host].wait(timeout=300) for host in HOSTS] == [0, 0], logs[FIRST].read_text()
 
-    said = logs[FIRST].read_text()
-    assert "2 tensor x 2 pipeline ranks do not fit 2 processes; using 2 x 1 x 1 data: it keeps the tensor size" in said
+    output = logs[FIRST].read_text()
+    assert (
+        "2 tensor x 2 pipeline ranks do not fit 2 processes; using 2 x 1 x 1 data: it keeps the tensor size" in output
+    )
     assert world_sizes(run)[-3:] == [4, 2, 4]
     assert losses(run) == pytest.approx(expected, rel=1e-4)
     assert sorted(expected) == list(range(1, STEPS + 1))

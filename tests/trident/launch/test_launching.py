@@ -98,14 +98,14 @@ def test_a_dry_run_shows_what_would_run_on_each_node(
 @pytest.mark.parametrize(
     ("request_", "error", "match"),
     [
-        (LaunchRequest(nodes=2), ConfigError, "--local with --nodes 2 needs --master-address and --master-port"),
+        (LaunchRequest(nodes=2), ConfigError, "--local with --nodes 2 requires --master-address and --master-port"),
         (
             LaunchRequest(nodes=2, master_address="a", master_port=1),
             ConfigError,
-            "needs --node-rank: which of them this one is, from 0 to 1",
+            "requires --node-rank, from 0 to 1",
         ),
-        (LaunchRequest(slurm=True), LaunchError, "--slurm needs a Slurm job around it"),
-        (LaunchRequest(hosts="a", nodes=2), LaunchError, r"--nodes 2 needs 2 hosts, and --hosts a names 1 \(a\)"),
+        (LaunchRequest(slurm=True), LaunchError, "--slurm requires a surrounding Slurm job"),
+        (LaunchRequest(hosts="a", nodes=2), LaunchError, r"--nodes 2 requires 2 hosts, and --hosts a names 1 \(a\)"),
     ],
 )
 def test_refusals(request_: LaunchRequest, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_refusals(request_: LaunchRequest, error: type[Exception], match: str, m
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(error, match=match):
         launch(request_, ["other.py"], "launch.py")
-    with pytest.raises(ConfigError, match="no program is given. Put it after --"):
+    with pytest.raises(ConfigError, match="no program given. Put it after --"):
         launch(request_, [], "launch.py")
 
 
@@ -125,13 +125,6 @@ def test_nothing_starts_that_does_not_fit() -> None:
         check=False,
     )
     assert done.returncode == 64 and "--save-interval" in done.stderr and done.stdout == ""
-    done = subprocess.run(
-        tool("--devices-per-node", "3", "--", "pretrain_gpt.py", *words("--tensor-model-parallel-size 2")),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 64 and "needs a multiple of 2 processes, and 3 were started" in done.stderr
 
 
 def test_ranks_on_hosts_and_their_exit_code(other: FakeSsh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +189,5 @@ def test_all_problems_are_reported_at_once() -> None:
 
 def test_a_program_of_other_flags_is_not_checked() -> None:
     assert check_program(["mine.py", "--what"], 3) == [
-        "mine.py is not checked before its start: its flags are unknown here"
+        "mine.py is not checked before it starts: its flags are unknown here"
     ]

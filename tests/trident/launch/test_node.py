@@ -1,4 +1,4 @@
-"""The ranks of one node: what they are told, and how they end."""
+"""The ranks of one node: their environment, and how they exit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from megatron.errors import LaunchError
 from megatron.parallel.launchers import discover_ranks
 from trident.launch.node import Node, rank_commands, run_node
-from trident.launch.supervise import Patience
+from trident.launch.supervise import GracePeriods
 
 NODE = Node(index=1, nodes=2, devices=2, master_address="head", master_port=1234)
 WRITE = (
@@ -30,10 +30,10 @@ WAIT = (
 )
 
 
-def test_ranks_know_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     environ = {"PATH": os.environ["PATH"], "RANK": "stale", "KEPT": "a b"}
-    assert run_node(NODE, [sys.executable, "-c", WRITE], environ, Patience()) == 78
+    assert run_node(NODE, [sys.executable, "-c", WRITE], environ, GracePeriods()) == 78
     for local_rank, rank in enumerate((2, 3)):
         found, session, process = json.loads((tmp_path / str(rank)).read_text())
         ranks = discover_ranks(found)
@@ -48,11 +48,10 @@ def test_shown_commands_are_those_that_run(tmp_path: Path) -> None:
     assert ends == [0, 78] and json.loads((tmp_path / "3").read_text())[0]["LOCAL_RANK"] == "1"
 
 
-def test_lines_of_the_control_stream_are_signals_and_its_end_is_the_end(
+def test_the_control_stream_sends_signals_and_its_end_terminates_the_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-
     over = threading.Event()
 
     def lines(*words: str) -> Iterator[str]:
@@ -63,13 +62,13 @@ def test_lines_of_the_control_stream_are_signals_and_its_end_is_the_end(
             over.wait()
 
     command = [sys.executable, "-IS", "-c", WAIT]
-    assert run_node(NODE, command, os.environ, Patience(30, 30), lines("SIGUSR1\n")) == 75
+    assert run_node(NODE, command, os.environ, GracePeriods(30, 30), lines("SIGUSR1\n")) == 75
     over.set()
     for rank in NODE.ranks:
         (tmp_path / f"ready{rank}").unlink()
-    assert run_node(NODE, command, os.environ, Patience(30, 30), lines()) == 143
+    assert run_node(NODE, command, os.environ, GracePeriods(30, 30), lines()) == 143
 
 
 def test_a_command_that_cannot_start() -> None:
     with pytest.raises(LaunchError, match=r"/no/python cannot be started: No such file.*--python"):
-        run_node(NODE, ["/no/python"], os.environ, Patience())
+        run_node(NODE, ["/no/python"], os.environ, GracePeriods())

@@ -1,4 +1,4 @@
-"""Commands of nodes, with every character as it was given, and the choice of hosts."""
+"""Node commands keep every character of their arguments; the choice of hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan_of(folder: Path, words: tuple[str, ...] = ("p.py",), **environment: str
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
-def test_a_shell_on_the_host_reads_every_word_as_it_was_given(tmp_path: Path, shell: str) -> None:
+def test_a_shell_on_the_host_reads_every_argument_unchanged(tmp_path: Path, shell: str) -> None:
     folder = tmp_path / "a folder; 'quoted'"
     folder.mkdir()
     plan = plan_of(folder, ("p.py", *AWKWARD), VALUE="; $(id) 'x' \n")
@@ -55,8 +55,7 @@ def test_srun_starts_one_launcher_on_every_node(tmp_path: Path) -> None:
 def test_the_environment_that_hosts_get() -> None:
     here = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "s", "HF_HOME": "/x", "PATH": "/bin", "OMP_NUM_THREADS": "2", "MINE": "1"}
     assert passed_environment(here) == {"NCCL_DEBUG": "INFO", "HF_HOME": "/x", "OMP_NUM_THREADS": "2"}
-    asked = passed_environment(here, ["MINE", "HF_TOKEN", "A=b=c", "OMP_NUM_THREADS=1", "E="])
-    assert asked == {
+    assert passed_environment(here, ["MINE", "HF_TOKEN", "A=b=c", "OMP_NUM_THREADS=1", "E="]) == {
         "NCCL_DEBUG": "INFO", "HF_HOME": "/x", "OMP_NUM_THREADS": "1", "MINE": "1", "HF_TOKEN": "s", "A": "b=c",
         "E": "",
     }  # fmt: skip
@@ -71,7 +70,9 @@ def test_the_environment_that_hosts_get() -> None:
 def test_hosts_and_devices() -> None:
     hosts = [Host("a", 8), Host("b", 8), Host("c", 4)]
     assert choose_hosts(hosts, None, "x") == tuple(hosts) and choose_hosts(hosts, 2, "x") == tuple(hosts[:2])
-    with pytest.raises(LaunchError, match=r"--nodes 4 needs 4 hosts, and --ssh f names 3 \(a, b, c\)\. Use --nodes 3"):
+    with pytest.raises(
+        LaunchError, match=r"--nodes 4 requires 4 hosts, and --ssh f names 3 \(a, b, c\)\. Use --nodes 3"
+    ):
         choose_hosts(hosts, 4, "--ssh f")
     assert (
         choose_devices(hosts[:2], None) == 8
@@ -87,5 +88,7 @@ def test_hosts_and_devices() -> None:
 def test_hosts_of_a_slurm_job() -> None:
     found = slurm_hosts({"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "4"})
     assert found == [Host("n1", 4), Host("n2", 4)]
-    with pytest.raises(LaunchError, match="--slurm needs a Slurm job around it, and SLURM_JOB_NODELIST is not set"):
+    with pytest.raises(
+        LaunchError, match="--slurm requires a surrounding Slurm job, and SLURM_JOB_NODELIST is not set"
+    ):
         slurm_hosts({})

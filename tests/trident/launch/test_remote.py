@@ -1,4 +1,4 @@
-"""Hosts that are reached through ssh or srun, and those that are not."""
+"""Hosts reached by ssh or srun, and hosts that cannot be reached."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.errors import LaunchError
 from tests.helpers.machines.fake_ssh import FakeSsh
 from trident.launch.hostfile import Host
 from trident.launch.plan import FREE_PORT, Plan
-from trident.launch.remote import become_srun, free_port, run_by_ssh
-from trident.launch.supervise import Patience
+from trident.launch.remote import exec_srun, free_port, run_by_ssh
+from trident.launch.supervise import GracePeriods
 
-PLAN = Plan((Host("a"), Host("b")), 1, "launch.py", sys.executable, "/", ("p.py",), {}, "a", 1234, Patience(0, 5))
+PLAN = Plan((Host("a"), Host("b")), 1, "launch.py", sys.executable, "/", ("p.py",), {}, "a", 1234, GracePeriods(0, 5))
 
 
 def test_a_free_port() -> None:
@@ -22,15 +22,15 @@ def test_a_free_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    ("command", "reason"),
     [
-        (["/no/ssh"], r"a cannot be asked for a free port: /no/ssh cannot be started: No such file.*--master-port"),
-        (["sh", "-c", "echo denied >&2; exit 255"], "a cannot be asked for a free port: denied"),
+        (["/no/ssh"], r"no free port found on a: /no/ssh cannot be started: No such file.*--master-port"),
+        (["sh", "-c", "echo denied >&2; exit 255"], "no free port found on a: denied"),
         (["sh", "-c", "echo welcome"], "it printed no number"),
     ],
 )
-def test_a_host_that_names_no_port(command: list[str], words: str) -> None:
-    with pytest.raises(LaunchError, match=words):
+def test_a_host_without_a_free_port(command: list[str], reason: str) -> None:
+    with pytest.raises(LaunchError, match=reason):
         free_port(command, "a")
 
 
@@ -43,4 +43,4 @@ def test_hosts_that_cannot_be_reached_are_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(LaunchError, match="ssh cannot be started: No such file"):
         run_by_ssh(PLAN)
     with pytest.raises(LaunchError, match="srun cannot be started: No such file"):
-        become_srun(PLAN)
+        exec_srun(PLAN)

@@ -1,4 +1,4 @@
-"""What can be asked of the launcher, and what excludes what."""
+"""Invalid combinations of the launcher's flags."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from trident.launch.launching import LaunchRequest
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "message"),
     [
-        ("--local --slurm", "--local and --slurm exclude each other"),
-        ("--slurm --ssh x", "--slurm and --ssh exclude each other"),
-        ("--ssh x --hosts a", "--hosts and --ssh both say where the ranks run"),
-        ("--local --hosts a", "--hosts and --local both say where the ranks run"),
+        ("--local --slurm", "--local and --slurm cannot be combined: each sets where the ranks run"),
+        ("--slurm --ssh x", "--slurm and --ssh cannot be combined"),
+        ("--ssh x --hosts a", "--ssh and --hosts cannot be combined"),
+        ("--local --hosts a", "--local and --hosts cannot be combined"),
         ("--nodes 2 --node-rank 2", r"--node-rank 2 is not among 2 nodes \(--nodes\). The first is 0 and the last 1"),
         ("--node-rank 1", "--node-rank 1 is not among 1 nodes"),
         ("--nodes 0", "--nodes"),
     ],
 )
-def test_refusals(flags: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_refusals(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_flags(LaunchRequest, flags.split())

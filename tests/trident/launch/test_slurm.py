@@ -71,14 +71,14 @@ def test_ranks_meet_and_exit_codes_reach_the_caller(slurm: Cluster, project: Pat
     launch = "python tools/launch.py --slurm --devices-per-node 2 --settle-seconds 5 -- ending.py"
     job = slurm.output(f"sbatch --parsable --nodes=2 --ntasks-per-node=1 --output=ending.log --wrap '{launch}'").strip()
     ended = slurm.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
-    said = (project / "ending.log").read_text()
-    assert ended["ExitCode"] == "77:0", said
+    output = (project / "ending.log").read_text()
+    assert ended["ExitCode"] == "77:0", output
     expected = [f"RANK {rank} {rank % 2} {HOSTS[0]}" for rank in range(4)]
-    assert sorted(re.findall(rf"RANK \d \d {HOSTS[0]}", said)) == expected
+    assert sorted(re.findall(rf"RANK \d \d {HOSTS[0]}", output)) == expected
 
     (project / "meeting.py").write_text(MEETING)
-    code, said = slurm.run("head", ["srun", "--nodes=2", "--ntasks-per-node=1", slurm.python, "meeting.py"])
-    assert code == 0 and sorted(re.findall(r"MET \d \d \d \d node\d+", said)) == [
+    code, output = slurm.run("head", ["srun", "--nodes=2", "--ntasks-per-node=1", slurm.python, "meeting.py"])
+    assert code == 0 and sorted(re.findall(r"MET \d \d \d \d node\d+", output)) == [
         f"MET {rank} 2 3 0 {HOSTS[rank]}" for rank in (0, 1)
     ]
 
@@ -98,8 +98,8 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on(slurm: Cluster, project: 
     urgent = slurm.output("sbatch --parsable --partition=urgent --nodes=2 --output=urgent.log --wrap 'srun hostname'")
     slurm.wait_for_job(urgent.strip(), "COMPLETED")
     assert sorted((project / "urgent.log").read_text().split()) == sorted(HOSTS)
-    said = log.read_text()
-    assert "SIGTERM" in said and f"resumable (code 75): requeueing job {job}" in said, said
+    output = log.read_text()
+    assert "SIGTERM" in output and f"resumable (code 75): requeueing job {job}" in output, output
     saved = max(int(path.name.removeprefix("iter_")) for path in (project / "saved").glob("iter_*"))
     assert saved == last_step(run) >= 3, "no step is lost"
 
@@ -131,8 +131,8 @@ def test_an_array_of_jobs_preprocesses_and_another_merges(slurm: Cluster, projec
     )
     job = slurm.output(script, **variables).strip()
     whole = {**variables, "OUTPUT_PREFIX": "whole", "SHARDS": "1"}
-    code, said = slurm.run("node003", ["bash", "examples/slurm/preprocess.slurm"], **whole)
-    assert code == 0, said
+    code, output = slurm.run("node003", ["bash", "examples/slurm/preprocess.slurm"], **whole)
+    assert code == 0, output
     ended = slurm.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
     assert ended["JobState"] == "COMPLETED", "".join(path.read_text() for path in project.glob("*.log"))
     for ending in (".bin", ".idx"):

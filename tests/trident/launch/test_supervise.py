@@ -1,4 +1,4 @@
-"""Processes that are watched: signals reach them, and one that fails ends the others."""
+"""Supervised processes: signals reach them, and a failure terminates the others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from collections.abc import Callable
 
 import pytest
 
-from trident.launch.supervise import Child, Patience, Supervisor, combined_code
+from trident.launch.supervise import Child, GracePeriods, Supervisor, combined_code
 
-# Ends with its first word; or, at SIGTERM, with its second, and at SIGUSR1 with its third.
-WAITING = "import signal, sys, time; codes = sys.argv[1:]; print(flush=True)"
+WAITING = "import signal, sys, time; print(flush=True)"
 STUBBORN = f"{WAITING}; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-OBEDIENT = (
+GRACEFUL = (
     f"{WAITING}; signal.signal(signal.SIGTERM, lambda n, f: sys.exit(75)); "
     "signal.signal(signal.SIGUSR1, lambda n, f: sys.exit(74)); print(flush=True); time.sleep(60)"
 )
@@ -61,45 +60,45 @@ def to_oneself(number: signal.Signals) -> Callable[[], None]:
 
 
 def test_all_codes_are_waited_for() -> None:
-    assert Supervisor(Patience()).run([child("print()"), child("print()")]) == 0
+    assert Supervisor(GracePeriods()).run([child("print()"), child("print()")]) == 0
 
 
 def test_a_failure_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    children = [child("print(flush=True); raise SystemExit(77)", "rank 1"), prompt_child(OBEDIENT), child(STUBBORN)]
-    assert Supervisor(Patience(0.1, 0.3)).run(children) == 77
+    children = [child("print(flush=True); raise SystemExit(77)", "rank 1"), prompt_child(GRACEFUL), child(STUBBORN)]
+    assert Supervisor(GracePeriods(0.1, 0.3)).run(children) == 77
     assert [one.process.returncode for one in children] == [77, 75, -signal.SIGKILL]
-    assert "rank 1 ended with code 77; the others are being stopped" in capsys.readouterr().err
+    assert "rank 1 exited with code 77; the others are being stopped" in capsys.readouterr().err
 
 
 def test_a_killed_process_makes_the_run_one_to_start_again(capsys: pytest.CaptureFixture[str]) -> None:
     kill_oneself = "print(flush=True); import os; os.kill(os.getpid(), 9)"
-    assert Supervisor(Patience(0, 30)).run([child(kill_oneself), child(OBEDIENT)]) == 75
-    assert "one ended by SIGKILL" in capsys.readouterr().err
+    assert Supervisor(GracePeriods(0, 30)).run([child(kill_oneself), child(GRACEFUL)]) == 75
+    assert "one was terminated by SIGKILL" in capsys.readouterr().err
 
 
 def test_one_that_fails_while_it_stops_ends_the_others() -> None:
-    failing = OBEDIENT.replace("sys.exit(75)", "sys.exit(1)")
+    failing = GRACEFUL.replace("sys.exit(75)", "sys.exit(1)")
     children = [prompt_child(failing), child(STUBBORN)]
     once_it_listens(to_oneself(signal.SIGINT))
-    assert Supervisor(Patience(0.1, 0.2)).run(children) in (1, 137)
+    assert Supervisor(GracePeriods(0.1, 0.2)).run(children) in (1, 137)
     assert [one.process.returncode for one in children] == [1, -signal.SIGKILL]
 
 
 def test_one_that_has_saved_leaves_the_others_their_time() -> None:
-    slow = OBEDIENT.replace("sys.exit(75)", "(time.sleep(1), sys.exit(75))")
+    slow = GRACEFUL.replace("sys.exit(75)", "(time.sleep(1), sys.exit(75))")
     once_it_listens(to_oneself(signal.SIGTERM))
-    assert Supervisor(Patience(0, 0)).run([child(OBEDIENT), child(slow)]) == 75
+    assert Supervisor(GracePeriods(0, 0)).run([child(GRACEFUL), child(slow)]) == 75
 
 
 @pytest.mark.parametrize(
     ("signals", "code"),
     [((signal.SIGUSR1,), 74), ((signal.SIGTERM,), 75), ((signal.SIGINT,), 75), ((signal.SIGHUP,), 75)],
 )
-def test_signals_are_passed_on(signals: tuple[signal.Signals, ...], code: int) -> None:
-    children = [child(OBEDIENT)]
+def test_signals_are_forwarded(signals: tuple[signal.Signals, ...], code: int) -> None:
+    children = [child(GRACEFUL)]
     before = signal.getsignal(signal.SIGTERM)
     once_it_listens(to_oneself(signals[0]))
-    assert Supervisor(Patience(0, 0)).run(children) == code
+    assert Supervisor(GracePeriods(0, 0)).run(children) == code
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -113,13 +112,13 @@ def test_the_second_interrupt_kills(capsys: pytest.CaptureFixture[str]) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     once_it_listens(interrupt_twice)
-    assert Supervisor(Patience(0, 30)).run(children) == 137
+    assert Supervisor(GracePeriods(0, 30)).run(children) == 137
     assert "Ctrl-C again kills them" in capsys.readouterr().err
 
 
-def test_abandoned_processes_get_the_grace_period() -> None:
-    supervisor, children = Supervisor(Patience(30, 0.2)), [prompt_child(OBEDIENT), child(STUBBORN)]
-    threading.Timer(0.1, supervisor.abandon).start()
+def test_terminated_processes_get_the_grace_period() -> None:
+    supervisor, children = Supervisor(GracePeriods(30, 0.2)), [prompt_child(GRACEFUL), child(STUBBORN)]
+    threading.Timer(0.1, supervisor.terminate).start()
     assert supervisor.run(children) == 75
     assert children[1].process.returncode == -signal.SIGKILL
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Markers and lines of the groups of evaluations: validation and test first.
+# Markers and line styles of evaluation groups: validation and test first.
 _GROUP_STYLES = (("o", "--"), ("D", ":"), ("s", "-."), ("^", "--"))
 _WIDTH, _PANEL_HEIGHT, _LONE_HEIGHT = 9.0, 2.6, 5.0  # inches
 
@@ -56,11 +56,11 @@ def draw_plot(
 
     Args:
         panels: the curves by metric.
-        path: where the drawing will be written.
-        axis: what they are over, one of `AXES`.
-        smoothing_ratio: see `Curve.smoothed`; the curve itself is then drawn faintly behind.
-        log_scale: whether the values are on a logarithmic scale.
-        marks: places on the x axis, and what to write next to them.
+        path: destination of the image.
+        axis: the x axis, one of `AXES`.
+        smoothing_ratio: see `Curve.smoothed`; the unsmoothed curve is drawn faintly behind.
+        log_scale: use a logarithmic y axis.
+        marks: positions on the x axis, and their labels.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not support the file extension.
@@ -84,10 +84,10 @@ def draw_plot(
 
 
 def _draw(axes: Axes, curves: Sequence[Curve], smoothing_ratio: float) -> None:
-    """One colour per run; a curve that a later one would hide is a wide band; evaluations have markers by group."""
+    """Draws one colour per run, curves hidden by a later one as wide bands, and evaluations with markers by group."""
     runs = list(dict.fromkeys(curve.run for curve in curves))
     groups = list(dict.fromkeys(curve.group for curve in curves if curve.is_evaluation))
-    for place, curve in enumerate(curves):
+    for index, curve in enumerate(curves):
         colour = f"C{runs.index(curve.run) % 10}"
         x, y = zip(*curve.points, strict=True)
         if curve.is_evaluation:
@@ -99,14 +99,14 @@ def _draw(axes: Axes, curves: Sequence[Curve], smoothing_ratio: float) -> None:
         if smoothed is not curve:
             axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.25)
             x, y = zip(*smoothed.points, strict=True)
-        is_covered = any(other.covers(curve) for other in curves[place + 1 :] if not other.is_evaluation)
+        is_covered = any(other.covers(curve) for other in curves[index + 1 :] if not other.is_evaluation)
         (line,) = axes.plot(x, y, label=curve.name, color=colour, linewidth=1.4, marker="." if len(x) == 1 else "")
         if is_covered:
             line.set(linewidth=6.0, alpha=0.4, solid_capstyle="butt", zorder=1.5)
 
 
 def _draw_marks(axes: Axes, marks: Sequence[tuple[float, str]], has_texts: bool) -> None:
-    """Vertical lines, with their texts above the first panel; of two texts each has its own side."""
+    """Draws vertical lines, with their labels above the first panel; the outer labels are aligned outwards."""
     alignments = ["right", *["center"] * (len(marks) - 2), "left"] if len(marks) > 1 else ["center"]
     for (x, text), alignment in zip(sorted(marks), alignments, strict=False):
         axes.axvline(x, color="0.3", linewidth=1.0, linestyle=":", zorder=1)
@@ -115,7 +115,7 @@ def _draw_marks(axes: Axes, marks: Sequence[tuple[float, str]], has_texts: bool)
 
 
 def _set_log_scale(axes: Axes) -> None:
-    """Logarithmic values, written without powers of ten where they have few digits."""
+    """Sets a logarithmic y axis with plain numbers as labels."""
     from matplotlib.ticker import LogFormatter, LogLocator
 
     axes.set_yscale("log")
@@ -133,19 +133,16 @@ def _shorten_numbers(axes: Axes, panels: Mapping[str, Sequence[Curve]], axis: st
 
 
 def _new_figure(path: str | Path, panels: int) -> Figure:
-    """An empty figure that can be saved under this name."""
     try:
         from matplotlib.figure import Figure
     except ImportError as failure:
         raise ConfigError(
-            f"--output {path} needs the package matplotlib, which cannot be imported ({failure}). Install it with: pip "
-            "install matplotlib"
+            f"--output {path} requires matplotlib, which cannot be imported ({failure}). Install it with: pip install "
+            "matplotlib"
         ) from failure
     height = _LONE_HEIGHT if panels == 1 else _PANEL_HEIGHT * panels
     figure = Figure(figsize=(_WIDTH, height), dpi=120, layout="constrained")
     known = figure.canvas.get_supported_filetypes()
     if Path(path).suffix.lstrip(".").lower() not in known:
-        raise ConfigError(
-            f"--output {path} has no extension of an image format. Use one of: .{', .'.join(sorted(known))}."
-        )
+        raise ConfigError(f"--output {path} has no known image extension. Use one of: .{', .'.join(sorted(known))}.")
     return figure

@@ -1,4 +1,4 @@
-"""Curves of a run, over the axis that is asked for."""
+"""Reads the curves of a run over a selected axis."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOSS = "lm_loss"
 # A moving average of these would show values that were never used.
 _EXACT = frozenset({"learning_rate", "global_batch_size", "loss_scale"})
 
-_WORDS: Mapping[str, str] = types.MappingProxyType({"valid": "validation"})
+_GROUP_NAMES: Mapping[str, str] = types.MappingProxyType({"valid": "validation"})
 
 _FIELDS: Mapping[str, Callable[[Mapping[str, Any]], float]] = types.MappingProxyType(
     {
@@ -46,11 +46,11 @@ class Curve:
     """Finite values over one of `AXES`.
 
     Attributes:
-        name: what a legend calls it.
-        metric: what is measured.
+        name: label in legends.
+        metric: the measured metric.
         points: (x, y) in the order of the run.
-        run: the run it belongs to.
-        group: the data of the evaluations in which it was measured; empty for what was measured in training steps.
+        run: name of its run.
+        group: the evaluated data; empty for training steps.
     """
 
     name: str
@@ -61,11 +61,10 @@ class Curve:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether it was measured in evaluations, not in every step."""
         return bool(self.group)
 
     def covers(self, other: Curve) -> bool:
-        """Whether this curve, drawn over another one, would hide it where both are, as a resumed run's curve does."""
+        """True if this curve, drawn later, hides another where both have points, as a resumed run does."""
         theirs = dict(other.points)
         shared = [(y, theirs[x]) for x, y in self.points if x in theirs]
         return len(shared) > 1 and all(math.isclose(one, another, rel_tol=0.01) for one, another in shared)
@@ -73,18 +72,15 @@ class Curve:
     def summary(self, axis: str = STEPS) -> str:
         """The first and last value as text."""
         (first, start), (last, end) = self.points[0], self.points[-1]
-        where = "iterations" if axis == STEPS else AXIS_TITLES[axis].partition(" (")[0]
-        return (
-            f"{self.name}: {start:.4g} -> {end:.4g} ({where} {shown_place(first, axis)} to {shown_place(last, axis)})"
-        )
+        unit = "iterations" if axis == STEPS else AXIS_TITLES[axis].partition(" (")[0]
+        positions = f"{unit} {position_text(first, axis)} to {position_text(last, axis)}"
+        return f"{self.name}: {start:.4g} -> {end:.4g} ({positions})"
 
     def smoothed(self, ratio: float) -> Curve:
-        """The exponential moving average, without a bias to its start.
-
-        What is set, not measured, such as the learning rate, stays as it is.
+        """The exponential moving average with bias correction; scheduled values, such as the learning rate, are kept.
 
         Args:
-            ratio: how much of the average each new value keeps; 0 changes nothing.
+            ratio: the decay; 0 changes nothing.
         """
         if self.metric in _EXACT:
             return self
@@ -96,51 +92,52 @@ class Curve:
         return dataclasses.replace(self, points=tuple(averages))
 
 
-def shown_place(x: float, axis: str) -> str:
-    """A place on an axis as text."""
+def position_text(x: float, axis: str) -> str:
+    """Formats a position on an axis."""
     return f"{x:.0f}" if axis == STEPS else f"{x:.3g}" if axis == HOURS else short_count(x)
 
 
 def read_curves(path: str | Path, metric: str, axis: str = STEPS, name: str | None = None) -> list[Curve]:
-    """The training curve of a run and, for the loss, one curve per evaluated data group.
+    """Reads the training curve of a run and, for the loss, one curve per evaluation group.
 
     Args:
         path: a run directory or its metrics file.
         metric: a key of the records of steps.
         axis: one of `AXES`.
-        name: the run in legends; its folder if left out.
+        name: the run in legends; default: its folder.
 
     Raises:
-        DataError: the file is missing or cannot be read, or holds no finite value of this metric.
+        DataError: the file is missing or unreadable, or has no finite value of this metric.
     """
     check_run(path)
     name = name or (Path(path).resolve().parent.name if Path(path).is_file() else Path(path).resolve().name)
     steps = read_steps(path)
-    places = dict(zip(steps, _places(list(steps.values()), axis), strict=True))
-    curves = [Curve(name, _finite((places[step], record.get(metric)) for step, record in steps.items()), metric, name)]
-    if not curves[0].points:
-        raise DataError(f"{path} holds no step with a finite {metric}. Train a step first, or choose another --metric.")
+    positions = dict(zip(steps, _positions(list(steps.values()), axis), strict=True))
+    points = _finite((positions[step], record.get(metric)) for step, record in steps.items())
+    curves = [Curve(name, points, metric, name)]
+    if not points:
+        raise DataError(f"{path} has no step with a finite {metric}. Train a step first, or choose another --metric.")
     if metric == LOSS:
         groups: dict[str, dict[float, object]] = {}
         for record in read_records(path):
-            place = _evaluation_place(record, places, axis) if record["kind"] == "evaluation" else None
-            if place is not None:
-                groups.setdefault(str(record["group"]), {})[place] = record["lm_loss"]
+            position = _evaluation_position(record, positions, axis) if record["kind"] == "evaluation" else None
+            if position is not None:
+                groups.setdefault(str(record["group"]), {})[position] = record["lm_loss"]
         for group, values in groups.items():
             points = _finite(sorted(values.items()))
-            curves.append(Curve(f"{name}, {_WORDS.get(group, group)}", points, metric, name, group))
+            curves.append(Curve(f"{name}, {_GROUP_NAMES.get(group, group)}", points, metric, name, group))
     return [curve for curve in curves if curve.points]
 
 
-def _places(records: Sequence[Mapping[str, Any]], axis: str) -> list[float]:
+def _positions(records: Sequence[Mapping[str, Any]], axis: str) -> list[float]:
     if axis == HOURS:
         return [seconds / 3600 for seconds in itertools.accumulate(item["seconds_per_iteration"] for item in records)]
     return [_FIELDS[axis](record) for record in records]
 
 
-def _evaluation_place(record: Mapping[str, Any], places: Mapping[int, float], axis: str) -> float | None:
-    """The position of an evaluation; None where only its step could say, which is not recorded."""
-    return _FIELDS[axis](record) if axis in (STEPS, SAMPLES, TOKENS) else places.get(int(record["iteration"]))
+def _evaluation_position(record: Mapping[str, Any], positions: Mapping[int, float], axis: str) -> float | None:
+    """The position of an evaluation; None if it is known only from the record of its step, and that is missing."""
+    return _FIELDS[axis](record) if axis in (STEPS, SAMPLES, TOKENS) else positions.get(int(record["iteration"]))
 
 
 def _finite(points: Iterable[tuple[float, object]]) -> tuple[tuple[float, float], ...]:

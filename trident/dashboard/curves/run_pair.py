@@ -16,13 +16,13 @@ Steps = Mapping[int, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Pair:
-    """One step as two runs logged it.
+    """One step of two runs.
 
     Attributes:
         iteration: the step.
-        losses: loss of the first and of the second run, in nats per token; NaN if no token counts.
-        gradient_norms: the gradient norms of both before clipping; NaN if unknown.
-        same_schedule: whether learning rate, consumed samples and consumed tokens are exactly equal.
+        losses: losses of both runs in nats per token; NaN if no token counts.
+        gradient_norms: gradient norms of both before clipping; NaN if unknown.
+        same_schedule: learning rate, consumed samples and consumed tokens are exactly equal.
     """
 
     iteration: int
@@ -31,7 +31,7 @@ class Pair:
     same_schedule: bool
 
     def agrees(self, tolerance: float, norm_tolerance: float) -> bool:
-        """Whether the runs agree at this step, within relative tolerances."""
+        """True if the runs agree at this step within relative tolerances."""
         return (
             self.same_schedule
             and relative_difference(*self.losses) <= tolerance
@@ -55,14 +55,13 @@ def pair_up(first: Steps, second: Steps, after: int = 0) -> list[Pair]:
         DataError: the runs have no such step in common, or one of them misses a step in between.
     """
     last = min(max(first, default=0), max(second, default=0))
-    wanted = sorted(step for step in {*first, *second} if after < step <= last)
-    if not wanted:
+    expected = sorted(step for step in {*first, *second} if after < step <= last)
+    if not expected:
         raise DataError(
             f"The runs have no step after {after} in common: the first has {_range(first)}, the second "
-            f"{_range(second)}. Lower "
-            "--after, or compare other runs."
+            f"{_range(second)}. Lower --after, or compare other runs."
         )
-    missing = [step for step in wanted if step not in first or step not in second]
+    missing = [step for step in expected if step not in first or step not in second]
     if missing:
         which = "first" if missing[0] not in first else "second"
         raise DataError(
@@ -70,14 +69,14 @@ def pair_up(first: Steps, second: Steps, after: int = 0) -> list[Pair]:
             f"{_range(first if which == 'first' else second)} without it. Both runs must have logged every step after "
             f"{after} (--after)."
         )
-    return [_pair(step, first[step], second[step]) for step in wanted]
+    return [_pair(step, first[step], second[step]) for step in expected]
 
 
 def read_pair(paths: Sequence[str | Path]) -> tuple[Steps, Steps]:
-    """The steps of two runs; for a single run that was resumed in its own folder, the steps that it logged twice.
+    """Reads the steps of two runs or, for a single resumed run, the steps that it logged twice.
 
     Raises:
-        DataError: a file is missing or cannot be read, or the only run logged no step twice.
+        DataError: a file is missing or unreadable, or a single run logged no step twice.
     """
     for path in paths:
         check_run(path)
@@ -89,16 +88,15 @@ def read_pair(paths: Sequence[str | Path]) -> tuple[Steps, Steps]:
     repeated = [step for step in sorted(later) if earlier[step] is not later[step]]
     if not repeated:
         raise DataError(
-            f"{paths[0]} logged no step twice ({_range(later)}), so there is nothing to compare. A single run is "
-            f"compared with itself: the steps after its checkpoint, as logged before it was killed and again after it "
-            f"was resumed in the same folder (--run-dir). To compare two runs, give a second one: compare_runs.py RUN "
-            f"OTHER_RUN."
+            f"{paths[0]} logged no step twice ({_range(later)}), so there is nothing to compare. A single run must "
+            f"have repeated steps after a resume in the same folder (--run-dir). To compare two runs, give a second "
+            f"one: compare_runs.py RUN OTHER_RUN."
         )
     return {step: earlier[step] for step in repeated}, {step: later[step] for step in repeated}
 
 
 def table(pairs: Sequence[Pair]) -> list[str]:
-    """One line per step under a heading."""
+    """Formats a heading, and one line per step."""
     heading = (
         f"{'step':>8} | {'loss':>22} | {'loss again':>22} | {'difference':>10} | "
         f"{'grad norm':>12} | {'again':>12} | {'difference':>10} | rate and samples"
@@ -115,15 +113,15 @@ def table(pairs: Sequence[Pair]) -> list[str]:
 
 
 def verdict(pairs: Sequence[Pair], tolerance: float, norm_tolerance: float) -> tuple[bool, str]:
-    """Whether all steps agree, and a sentence with the result."""
-    apart = [pair.iteration for pair in pairs if not pair.agrees(tolerance, norm_tolerance)]
+    """Returns True if all steps agree, and a sentence with the result."""
+    differing = [pair.iteration for pair in pairs if not pair.agrees(tolerance, norm_tolerance)]
     worst = max(relative_difference(*pair.losses) for pair in pairs)
-    span = f"steps {pairs[0].iteration} to {pairs[-1].iteration}"
+    steps = f"steps {pairs[0].iteration} to {pairs[-1].iteration}"
     bound = f"largest relative difference of a loss {worst:.1e}, tolerance {tolerance:.1e}"
-    if apart:
-        return False, f"DIFFERENT: {len(apart)} of {len(pairs)} ({span}), first at step {apart[0]}; {bound}"
+    if differing:
+        return False, f"DIFFERENT: {len(differing)} of {len(pairs)} ({steps}), first at step {differing[0]}; {bound}"
     exact = sum(pair.losses[0] == pair.losses[1] for pair in pairs)
-    return True, f"EQUAL: all {len(pairs)} {span}, {exact} of them bit for bit; {bound}"
+    return True, f"EQUAL: all {len(pairs)} {steps}, {exact} of them bit for bit; {bound}"
 
 
 def _pair(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Pair:

@@ -1,11 +1,11 @@
-"""Curves drawn with characters."""
+"""Draws curves as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from trident.dashboard.curves.reading import AXIS_TITLES, STEPS, Curve, shown_place
+from trident.dashboard.curves.reading import AXIS_TITLES, STEPS, Curve, position_text
 
 # Braille patterns have 2 x 4 dots; bit of the dot in (row, column).
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -18,11 +18,11 @@ def text_plot(
     """Draws each curve as a panel of characters; all panels share both axes.
 
     Args:
-        curves: the curves to draw; each has at least one point.
+        curves: each has at least one point.
         width: characters of the drawing area.
         height: lines of the drawing area.
-        unicode: use braille dots (2 x 4 per character); otherwise asterisks.
-        axis: what the curves are over, one of `AXES`.
+        unicode: use braille dots (2 x 4 per character) instead of asterisks.
+        axis: the x axis, one of `AXES`.
     """
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
@@ -39,7 +39,7 @@ def text_plot(
             drawn = "".join(chr(_BRAILLE + bits) if unicode else " *"[bool(bits)] for bits in cell_row)
             lines.append(f"{label:>10} |{drawn}".rstrip())
         lines.append(f"{'':>10} +{'-' * width}")
-        first, last = f"{AXIS_TITLES[axis].partition(' (')[0]} {shown_place(left, axis)}", shown_place(right, axis)
+        first, last = f"{AXIS_TITLES[axis].partition(' (')[0]} {position_text(left, axis)}", position_text(right, axis)
         lines.append(f"{'':>10}  {first:<{width // 2}}{last:>{width - width // 2}}")
     return lines
 
@@ -48,20 +48,20 @@ def _dots(curve: Curve, box: tuple[float, float, float, float], columns: int, ro
     """The dots (column, row from the top) on the lines between a curve's points."""
     left, right, bottom, top = box
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def position(x: float, y: float) -> tuple[float, float]:
         across = (x - left) / (right - left) if right > left else 0.5
         up = (y - bottom) / (top - bottom) if top > bottom else 0.5
         return across * (columns - 1), (1.0 - up) * (rows - 1)
 
     dots = []
-    former = place(*curve.points[0])
+    start = position(*curve.points[0])
     for point in curve.points:
-        now = place(*point)
-        steps = max(1, math.ceil(max(abs(now[0] - former[0]), abs(now[1] - former[1]))))
+        end = position(*point)
+        steps = max(1, math.ceil(max(abs(end[0] - start[0]), abs(end[1] - start[1]))))
         for step in range(steps + 1):
             share = step / steps
-            column = former[0] + share * (now[0] - former[0])
-            row = former[1] + share * (now[1] - former[1])
+            column = start[0] + share * (end[0] - start[0])
+            row = start[1] + share * (end[1] - start[1])
             dots.append((round(column), round(row)))
-        former = now
+        start = end
     return dots

@@ -1,4 +1,4 @@
-// The charts: which are shown, what part of them, and when their curves are asked for again.
+// The charts: their selection, their visible range, and requests for their curves.
 
 import { curves } from "./data.js";
 import { colour, dashes, duration, element, short, titled, whole } from "./format.js";
@@ -8,10 +8,10 @@ const EXACT = new Set(["learning_rate"]); // a schedule has no noise
 const FIRST = ["lm_loss", "gradient_norm", "learning_rate", "tokens_per_second"];
 const LATER = ["consumed_samples", "gigaflops_without_embeddings", "nan_iterations", "skipped_iterations"];
 const AXES = { steps: "Steps", tokens: "Tokens", hours: "Hours" };
-const MOST_POINTS = 24_000; // of a chart, all curves together
-const FEWEST_POINTS = 150; // of a curve
-const SETTLED_MILLISECONDS = 90; // after a zoom, before finer curves are asked for
-const RUNS_AT_A_TIME = 16; // in a request, so that the first curves are soon there
+const MOST_POINTS = 24_000; // per chart
+const FEWEST_POINTS = 150; // per curve
+const SETTLED_MILLISECONDS = 90; // after a zoom, before finer curves are requested
+const RUNS_AT_A_TIME = 16; // per request, so that the first curves appear soon
 const RETRY_MILLISECONDS = 2000;
 const LEAST_MILLISECONDS = 500; // between two requests of a chart
 
@@ -29,7 +29,7 @@ export class CurvesView {
         const chart = [...this.charts.values()].find((one) => one.node === entry.target);
         if (!chart) continue;
         chart.isSeen = entry.isIntersecting;
-        if (chart.isSeen) this.#ask(chart);
+        if (chart.isSeen) this.#request(chart);
       }
     }, { rootMargin: "300px" });
     this.#fillBar();
@@ -40,18 +40,18 @@ export class CurvesView {
     for (const chart of this.charts.values()) chart.plot.redraw();
   }
 
-  /** Some runs were chosen or left out: what is known of the others stays. */
+  /** Called when the selection of runs changes; loaded curves are kept. */
   chosen() {
     this.#fillGrid();
-    this.#askAll();
+    this.#requestAll();
   }
 
-  /** Some runs have changed. */
+  /** Called when runs have new data. */
   changed(runs) {
     this.#fillGrid();
     for (const chart of this.charts.values()) {
       for (const run of runs) if (this.state.isChosen(run)) chart.stale.add(run);
-      this.#ask(chart);
+      this.#request(chart);
     }
   }
 
@@ -75,15 +75,15 @@ export class CurvesView {
     const slider = element("input", { type: "range", min: "0", max: "100", step: "1", value: String(settings.smoothing),
       "aria-label": "Smoothing" });
     const show = () => { value.textContent = weightOf(Number(slider.value)).toFixed(3).replace(/0+$/, "").replace(/\.$/, ""); };
-    slider.addEventListener("input", () => { show(); this.state.set({ smoothing: Number(slider.value) }); this.#forgetAll(); });
+    slider.addEventListener("input", () => { show(); this.state.set({ smoothing: Number(slider.value) }); this.#reloadAll(); });
     show();
-    this.reset = element("button", { type: "button", disabled: true, onclick: () => this.#zoom(null) }, "Show all");
+    this.reset = element("button", { type: "button", disabled: true, onclick: () => this.#zoom(null) }, "Reset zoom");
     this.bar.replaceChildren(axis, element("label", {}, log, "Log axis"),
       element("label", {}, "Smoothing", slider, value), element("span", { class: "spacer" }),
       element("span", { class: "label hint" }, "Drag across a chart to zoom"), this.reset);
   }
 
-  /** Makes a chart for each metric that is chosen, and keeps those that are there. */
+  /** Creates charts for the selected metrics, and keeps existing ones. */
   #fillGrid() {
     const known = this.state.metrics();
     const ordered = [...FIRST, ...known.filter((name) => !FIRST.includes(name) && !LATER.includes(name)), ...LATER]
@@ -99,7 +99,7 @@ export class CurvesView {
     }
     for (const metric of shown) if (!this.charts.has(metric)) this.charts.set(metric, this.#chart(metric));
     const nodes = shown.map((metric) => this.charts.get(metric).node);
-    if (nodes.some((node, place) => this.grid.children[place] !== node) || this.grid.children.length !== nodes.length) {
+    if (nodes.some((node, index) => this.grid.children[index] !== node) || this.grid.children.length !== nodes.length) {
       this.grid.replaceChildren(...nodes);
     }
     this.more.replaceChildren("Charts:", ...ordered.map((metric) => element("button", {
@@ -113,10 +113,10 @@ export class CurvesView {
     const plot = new Plot({
       name: (run) => this.state.name(run),
       onZoom: (range) => this.#zoom(range),
-      onPoint: (place) => { for (const chart of this.charts.values()) chart.plot.point(place); },
+      onPoint: (value) => { for (const chart of this.charts.values()) chart.plot.point(value); },
     });
     plot.above.setAttribute("aria-label", `${title}. Arrow keys move along the curves, plus and minus zoom.`);
-    const chart = { metric, plot, curves: new Map(), stale: new Set(), isSeen: false, askedAt: 0, version: 0 };
+    const chart = { metric, plot, curves: new Map(), stale: new Set(), isSeen: false, requestedAt: 0, version: 0 };
     const logY = element("button", { type: "button", "aria-pressed": String(this.state.isLogY(metric)),
       title: "Logarithmic vertical axis", onclick: () => {
         this.state.toggleLogY(metric);
@@ -139,10 +139,10 @@ export class CurvesView {
       chart.isWhole = false;
     }
     clearTimeout(this.zoomed);
-    this.zoomed = setTimeout(() => this.#askAll(), SETTLED_MILLISECONDS);
+    this.zoomed = setTimeout(() => this.#requestAll(), SETTLED_MILLISECONDS);
   }
 
-  /** What is drawn lies on the former axis, and stays until there are curves on the new one. */
+  /** Keeps the curves on the previous axis until new ones arrive. */
   #changeAxis() {
     for (const chart of this.charts.values()) {
       chart.isHeld = true;
@@ -150,64 +150,64 @@ export class CurvesView {
     }
     this.range = null;
     this.reset.disabled = true;
-    this.#forgetAll();
+    this.#reloadAll();
   }
 
-  /** Everything has to be asked for again; until it is there, what is known stays. */
-  #forgetAll() {
+  /** Requests all curves again, and keeps the present ones until they arrive. */
+  #reloadAll() {
     for (const chart of this.charts.values()) chart.isWhole = false;
-    this.#askAll();
+    this.#requestAll();
   }
 
-  #askAll() {
-    for (const chart of this.charts.values()) this.#ask(chart);
+  #requestAll() {
+    for (const chart of this.charts.values()) this.#request(chart);
   }
 
-  /** Asks for what a chart lacks, some runs at a time; while a request is under way, the next one waits. */
-  async #ask(chart) {
-    if (!chart.isSeen || chart.isAsking || chart.timer || !this.grid.isConnected) return;
+  /** Requests the missing curves of a chart, some runs at a time; a chart has one request at a time. */
+  async #request(chart) {
+    if (!chart.isSeen || chart.isRequesting || chart.timer || !this.grid.isConnected) return;
     const chosen = this.state.chosen();
     if (!chart.isWhole) {
       chart.stale = new Set(chosen);
       chart.isUrgent = true;
       chart.isWhole = true;
     }
-    const lacking = chosen.filter((run) => chart.stale.has(run) || !chart.curves.has(run));
-    if (!lacking.length) { this.#draw(chart); return; }
-    const wait = chart.askedAt + Math.max(LEAST_MILLISECONDS, 4 * (chart.took ?? 0)) - performance.now();
+    const missing = chosen.filter((run) => chart.stale.has(run) || !chart.curves.has(run));
+    if (!missing.length) { this.#draw(chart); return; }
+    const wait = chart.requestedAt + Math.max(LEAST_MILLISECONDS, 4 * (chart.took ?? 0)) - performance.now();
     if (!chart.isUrgent && wait > 0) {
-      chart.timer = setTimeout(() => { chart.timer = 0; this.#ask(chart); }, wait);
+      chart.timer = setTimeout(() => { chart.timer = 0; this.#request(chart); }, wait);
       return;
     }
-    const wanted = lacking.slice(0, RUNS_AT_A_TIME);
-    chart.isUrgent &&= wanted.length < lacking.length;
-    chart.isAsking = true;
-    chart.askedAt = performance.now();
-    for (const run of wanted) chart.stale.delete(run);
+    const requested = missing.slice(0, RUNS_AT_A_TIME);
+    chart.isUrgent &&= requested.length < missing.length;
+    chart.isRequesting = true;
+    chart.requestedAt = performance.now();
+    for (const run of requested) chart.stale.delete(run);
     try {
       const { settings } = this.state;
       const { axis, logX } = settings;
       const drawn = await curves({
         metric: chart.metric, axis, scale: logX ? "log" : "linear",
-        weight: weightOf(EXACT.has(chart.metric) ? 0 : settings.smoothing).toFixed(4), runs: wanted.join(),
+        weight: weightOf(EXACT.has(chart.metric) ? 0 : settings.smoothing).toFixed(4), runs: requested.join(),
         points: Math.round(Math.max(FEWEST_POINTS, Math.min(chart.plot.node.clientWidth || 600, MOST_POINTS / chosen.length))),
         from: this.range?.[0], to: this.range?.[1],
       });
-      if (axis !== settings.axis || logX !== settings.logX) throw new Error("the axis has changed meanwhile");
-      for (const run of wanted) chart.curves.set(run, drawn.filter((one) => one.run === run));
+      if (axis !== settings.axis || logX !== settings.logX) throw new Error("the axis has changed");
+      for (const run of requested) chart.curves.set(run, drawn.filter((one) => one.run === run));
       chart.isHeld = false;
       chart.failures = 0;
     } catch {
       chart.isWhole = false;
       chart.failures = (chart.failures ?? 0) + 1;
     }
-    chart.took = performance.now() - chart.askedAt;
-    chart.isAsking = false;
+    chart.took = performance.now() - chart.requestedAt;
+    chart.isRequesting = false;
     this.#draw(chart);
     if (chart.failures > 1) {
-      // The dashboard has ended, or starts again: what is drawn stays.
-      chart.timer = setTimeout(() => { chart.timer = 0; this.#ask(chart); }, RETRY_MILLISECONDS);
-    } else if (chart.stale.size || !chart.isWhole) this.#ask(chart);
+      // The dashboard has stopped or restarts: keep the curves.
+      chart.timer = setTimeout(() => { chart.timer = 0; this.#request(chart); }, RETRY_MILLISECONDS);
+    } else if (chart.stale.size || !chart.isWhole) this.#request(chart);
   }
 
   #draw(chart) {
@@ -222,19 +222,19 @@ export class CurvesView {
     }
     const { plot } = chart;
     plot.series = series;
-    plot.emptyText = chart.isAsking || !this.state.chosen().length ? "" : chart.curves.size ? "No values yet." : "";
+    plot.emptyText = chart.isRequesting || !this.state.chosen().length ? "" : chart.curves.size ? "No values yet." : "";
     plot.options = {
       isLogX: settings.logX, isLogY: this.state.isLogY(chart.metric), range: this.range, isSmoothed: settings.smoothing > 0 && !EXACT.has(chart.metric),
-      axisText: (value) => axisText(value, settings.axis), placeText: (value) => placeText(value, settings.axis),
+      axisText: (value) => axisText(value, settings.axis), positionText: (value) => positionText(value, settings.axis),
       unitOf: (end) => (settings.axis === "hours" && end < 2 ? 1 / 60 : 1),
     };
     plot.redraw();
   }
 }
 
-/** The weight of the past for a place of the slider: finer towards 1. */
-export function weightOf(place) {
-  return place <= 0 ? 0 : 1 - 10 ** (-3 * (place / 100));
+/** The decay for a slider position: finer towards 1. */
+export function weightOf(position) {
+  return position <= 0 ? 0 : 1 - 10 ** (-3 * (position / 100));
 }
 
 function axisText(value, axis) {
@@ -242,7 +242,7 @@ function axisText(value, axis) {
   return short(value, 4);
 }
 
-function placeText(value, axis) {
+function positionText(value, axis) {
   if (axis === "steps") return `Step ${whole(value)}`;
   return axis === "tokens" ? `${short(value, 5)} tokens` : duration(value * 3600);
 }

@@ -1,19 +1,19 @@
-// What the server is asked, and the changes it tells of.
+// Requests to the server, and its events.
 
 export async function get(path, query = {}, signal = undefined) {
-  const answer = await fetch(address(path, query), { signal, cache: "no-store" });
-  if (!answer.ok) throw new Error((await answer.json()).error || answer.statusText);
-  return answer.json();
+  const response = await fetch(address(path, query), { signal, cache: "no-store" });
+  if (!response.ok) throw new Error((await response.json()).error || response.statusText);
+  return response.json();
 }
 
-/** The curves of a metric: of each run one for training, and one for each group of evaluations. */
+/** The curves of a metric: for each run, one of training and one per evaluation group. */
 export async function curves(query, signal) {
-  const answer = await fetch(address("/api/curves", query), { signal, cache: "no-store" });
-  if (!answer.ok) throw new Error((await answer.json()).error || answer.statusText);
-  return decoded(await answer.arrayBuffer());
+  const response = await fetch(address("/api/curves", query), { signal, cache: "no-store" });
+  if (!response.ok) throw new Error((await response.json()).error || response.statusText);
+  return decoded(await response.arrayBuffer());
 }
 
-/** Reads a length, a header as JSON, then the numbers of each curve: places as doubles, three rows of floats. */
+/** Decodes a length, a JSON header, then the numbers of each curve: positions as doubles, three rows of floats. */
 export function decoded(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const entries = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));

@@ -1,8 +1,8 @@
-// Numbers, times, names and colours as the page shows them.
+// Formats numbers, times, names and colours.
 
 const UNITS = [[1e15, "P"], [1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]];
 
-/** A number in few characters: 12.3k, 4.56B, 0.00012. */
+/** A short number: 12.3k, 4.56B, 0.00012. */
 export function short(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -19,7 +19,7 @@ function plain(value, digits) {
   return String(Number(value.toPrecision(digits))).replace("-", "−");
 }
 
-/** A whole number with separators. */
+/** An integer with separators. */
 export function whole(value) {
   return value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US");
 }
@@ -32,7 +32,7 @@ export function duration(seconds) {
   return minutes < 2880 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${(minutes / 1440).toFixed(1)} days`;
 }
 
-/** The same in one word, for what nobody needs to the second. */
+/** An approximate duration. */
 export function about(seconds) {
   if (seconds < 90) return `${Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;
@@ -47,7 +47,7 @@ export function bytes(count) {
   return `${Number(count.toPrecision(3))} ${units[number]}`;
 }
 
-export function moment(at) {
+export function dateTime(at) {
   if (!at) return "";
   const date = new Date(at * 1000);
   const pad = (value) => String(value).padStart(2, "0");
@@ -59,42 +59,42 @@ const KNOWN = {
   lm_loss: ["Loss", "nats per token"],
   learning_rate: ["Learning rate", ""],
   gradient_norm: ["Gradient norm", "before clipping"],
-  weight_norm: ["Norm of the weights", ""],
+  weight_norm: ["Weight norm", ""],
   tokens_per_second: ["Throughput", "tokens per second"],
   samples_per_second: ["Samples", "per second"],
-  seconds_per_iteration: ["Time of a step", "seconds"],
+  seconds_per_iteration: ["Step time", "seconds"],
   teraflops_per_device: ["Compute", "TFLOP/s per device"],
   gigaflops_without_embeddings: ["Total compute", "GFLOPs without embeddings"],
-  model_flops_utilization_ratio: ["Model FLOPs utilization", "share of the device's peak"],
+  model_flops_utilization_ratio: ["Model FLOPs utilization", "fraction of the device's peak"],
   data_wait_seconds: ["Waiting for data", "seconds per step"],
   communication_seconds: ["Communication", "seconds per step"],
-  bubble_ratio: ["Pipeline bubble", "share of a step"],
-  memory_bytes: ["Memory", "bytes, highest of all ranks"],
-  global_batch_size: ["Global batch", "samples"],
+  bubble_ratio: ["Pipeline bubble", "fraction of a step"],
+  memory_bytes: ["Memory", "bytes, maximum over ranks"],
+  global_batch_size: ["Global batch size", "samples"],
   consumed_samples: ["Consumed samples", ""],
   loss_scale: ["Loss scale", "fp16"],
   skipped_iterations: ["Skipped updates", ""],
-  nan_iterations: ["Steps that were not finite", ""],
-  empty_iterations: ["Steps without a counted token", ""],
+  nan_iterations: ["Non-finite steps", ""],
+  empty_iterations: ["Steps without loss tokens", ""],
   z_loss: ["Z-loss", ""],
 };
 
 /** The title of a metric, and its unit. */
 export function titled(metric) {
   if (KNOWN[metric]) return KNOWN[metric];
-  const words = metric.replace(/_/g, " ");
-  const unit = /(seconds|bytes|ratio)$/.exec(words);
-  return [words.charAt(0).toUpperCase() + words.slice(1), unit ? "" : ""];
+  const title = metric.replace(/_/g, " ");
+  const unit = /(seconds|bytes|ratio)$/.exec(title);
+  return [title.charAt(0).toUpperCase() + title.slice(1), unit ? "" : ""];
 }
 
 const HUES = [258, 48, 150, 318, 22, 205, 92, 350, 285, 125];
 const DASHES = [[], [7, 3], [2, 2.5]];
 
-/** The colour of the run with this number, in the present theme: the first ten differ most. */
+/** The colour of a run in the current theme; the first ten are most distinct. */
 export function colour(number, isDark) {
-  const place = number - 1;
-  const round = Math.floor(place / HUES.length);
-  const hue = (HUES[place % HUES.length] + round * 17) % 360;
+  const index = number - 1;
+  const round = Math.floor(index / HUES.length);
+  const hue = (HUES[index % HUES.length] + round * 17) % 360;
   const lightness = (isDark ? 0.76 : 0.56) + (round % 3 === 1 ? -0.09 : round % 3 === 2 ? 0.08 : 0);
   return `oklch(${lightness.toFixed(2)} ${isDark ? 0.14 : 0.17} ${hue})`;
 }
@@ -103,7 +103,7 @@ export function dashes(number) {
   return DASHES[Math.floor((number - 1) / HUES.length) % DASHES.length];
 }
 
-/** An element with attributes and children; texts are never markup. */
+/** Creates an element with attributes and children; text is never parsed as markup. */
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {

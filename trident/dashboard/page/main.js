@@ -1,4 +1,4 @@
-// The page: the list of runs, the views, and what the user has chosen, which stays in the address.
+// The page: the list of runs, the views, and the user's settings, which are kept in the URL.
 
 import { CurvesView } from "./curves.js";
 import { follow, get } from "./data.js";
@@ -6,14 +6,14 @@ import { about, colour, element, short, whole } from "./format.js";
 import * as panels from "./panels.js";
 
 const VIEWS = { curves: "Curves", samples: "Samples", ranks: "Ranks", checkpoints: "Checkpoints", events: "Events", log: "Log", configuration: "Configuration" };
-const STATES = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", lost: "no sign of life", idle: "not running", gone: "deleted", unreadable: "unreadable" };
+const STATES = { running: "running", finished: "finished", stopped: "stopped", failed: "failed", lost: "no heartbeat", idle: "not running", gone: "deleted", unreadable: "unreadable" };
 const LOGARITHMIC = ["gradient_norm"];
 const find = (id) => document.getElementById(id);
 
 class State {
   constructor() {
     this.runs = new Map();
-    this.left = new Set(); // names of runs that the user left out
+    this.left = new Set(); // names of hidden runs
     this.settings = { axis: "steps", logX: false, smoothing: 0, view: "curves", charts: null, logY: [...LOGARITHMIC] };
     this.focused = null;
     this.sampleStep = null;
@@ -21,13 +21,13 @@ class State {
     this.read();
   }
 
-  /** The address keeps what was chosen, so that it can be shared and reloaded. */
+  /** Reads the settings from the URL, which can be shared and reloaded. */
   read() {
     try {
       const { left, ...settings } = JSON.parse(decodeURIComponent(location.hash.slice(1)) || "{}");
       Object.assign(this.settings, settings);
       this.left = new Set(left ?? []);
-    } catch { /* an address that was cut */ }
+    } catch { /* a truncated URL */ }
   }
 
   set(changes) {
@@ -66,17 +66,17 @@ class State {
     this.set({ logY: this.isLogY(metric) ? logY.filter((one) => one !== metric) : [...logY, metric] });
   }
 
-  /** The runs in the order and with the filter of the list. */
+  /** The filtered and sorted runs. */
   listed() {
     const filter = find("filter").value.toLowerCase();
     const order = find("order").value;
     const loss = (run) => (Number.isFinite(run.loss) ? run.loss : Infinity);
-    const compared = {
+    const comparison = {
       newest: (one, other) => other.changed_at - one.changed_at || one.id - other.id,
       name: (one, other) => one.name.localeCompare(other.name, undefined, { numeric: true }),
       loss: (one, other) => loss(one) - loss(other) || one.id - other.id,
     }[order];
-    return [...this.runs.values()].filter((run) => run.name.toLowerCase().includes(filter)).sort(compared);
+    return [...this.runs.values()].filter((run) => run.name.toLowerCase().includes(filter)).sort(comparison);
   }
 
   focus(number) {
@@ -128,10 +128,10 @@ function fillList() {
   const listed = state.listed();
   const nodes = listed.map(rowOf);
   const list = find("runs");
-  if (nodes.length !== list.children.length || nodes.some((node, place) => list.children[place] !== node)) {
-    const held = document.activeElement;
+  if (nodes.length !== list.children.length || nodes.some((node, index) => list.children[index] !== node)) {
+    const focused = document.activeElement;
     list.replaceChildren(...nodes);
-    if (held && list.contains(held)) held.focus({ preventScroll: true });
+    if (focused && list.contains(focused)) focused.focus({ preventScroll: true });
   }
   find("count").textContent = `${state.chosen().length} of ${state.runs.size} shown`;
 }
@@ -145,7 +145,7 @@ function afterChoice() {
 let shownView = "";
 let panelRequest = 0;
 
-/** Fills the view; an older answer never replaces a newer one, and what has the focus keeps it. */
+/** Fills the view. An older response never replaces a newer one, and the focus is kept. */
 async function showPanel() {
   const { view } = state.settings;
   const node = find("view");
@@ -178,22 +178,22 @@ async function showPanel() {
     const top = node.scrollTop;
     node.replaceChildren(...content);
     node.scrollTop = changed ? 0 : top;
-    const held = label && node.querySelector(`[aria-label="${CSS.escape(label)}"]`);
-    held?.focus({ preventScroll: true });
-    if (held?.type === "search") held.setSelectionRange(caret, caret);
+    const restored = label && node.querySelector(`[aria-label="${CSS.escape(label)}"]`);
+    restored?.focus({ preventScroll: true });
+    if (restored?.type === "search") restored.setSelectionRange(caret, caret);
   } catch (failure) {
-    if (request === panelRequest) node.replaceChildren(element("div", { class: "empty" }, element("h2", {}, "This cannot be shown"), element("p", {}, failure.message)));
+    if (request === panelRequest) node.replaceChildren(element("div", { class: "empty" }, element("h2", {}, "This view failed"), element("p", {}, failure.message)));
   }
 }
 
 function noRuns() {
-  return element("div", { class: "empty" }, element("h2", {}, "No runs here yet"),
-    element("p", {}, "A run appears as soon as it writes its first files into the folder that the dashboard watches:"),
+  return element("div", { class: "empty" }, element("h2", {}, "No runs yet"),
+    element("p", {}, "A run appears when it writes its first files into the watched folder:"),
     element("pre", {}, `python pretrain_gpt.py … --run-dir ${state.folder ?? "runs"}/first`));
 }
 
 function noChoice() {
-  return element("div", { class: "empty" }, element("h2", {}, "No run is chosen"), element("p", {}, "Tick a run in the list, or choose all of them."));
+  return element("div", { class: "empty" }, element("h2", {}, "No run selected"), element("p", {}, "Select runs in the list."));
 }
 
 function onRuns(changed) {
@@ -243,5 +243,5 @@ onRuns(first.runs);
 showPanel();
 follow(onRuns, (connection) => {
   find("connection").dataset.state = connection;
-  find("connection").textContent = { live: "live", lost: "not connected" }[connection];
+  find("connection").textContent = { live: "live", lost: "disconnected" }[connection];
 });

@@ -1,7 +1,7 @@
-// The views of one run, or of several side by side: samples, ranks, checkpoints, events, log, configuration.
+// The views of one or several runs: samples, ranks, checkpoints, events, log, configuration.
 
 import { get } from "./data.js";
-import { bytes, colour, duration, element, moment, whole } from "./format.js";
+import { bytes, colour, duration, element, dateTime, whole } from "./format.js";
 
 const MOST_COMPARED = 6;
 const SHOWN_BYTES = 98_304; // of a log
@@ -20,12 +20,12 @@ function cell(content, kind) {
   return element("td", kind ? { class: kind } : {}, content ?? "");
 }
 
-/** A name that a narrow screen may break after a dot or an underscore, and nowhere else. */
+/** A name that wraps only after a dot or an underscore. */
 function breakable(name) {
-  return element("span", {}, ...name.split(/(?<=[._])/).flatMap((part, place) => (place ? [element("wbr"), part] : [part])));
+  return element("span", {}, ...name.split(/(?<=[._])/).flatMap((part, index) => (index ? [element("wbr"), part] : [part])));
 }
 
-/** Chooses the run that a view is about. */
+/** The bar that selects the run of a view. */
 function runBar(state, ...more) {
   const choice = element("select", { "aria-label": "Run", onchange: (event) => state.focus(Number(event.target.value)) },
     ...state.listed().map((run) => element("option", { value: String(run.id), selected: run.id === state.focused }, run.name)));
@@ -37,7 +37,7 @@ export async function samples(state) {
   const answers = await Promise.all(chosen.map(async (run) => [run, (await get("/api/details", { run })).samples]));
   const withSamples = answers.filter(([, entries]) => entries.length);
   if (!withSamples.length) {
-    return [runBar(state), empty("No samples yet", "At each evaluation, a run continues the prompts of a file, one prompt a line:",
+    return [runBar(state), empty("No samples yet", "A run completes the prompts of a file, one per line, at each evaluation:",
       "python pretrain_gpt.py … --sample-prompts prompts.txt --eval-interval 500")];
   }
   const steps = [...new Set(withSamples.flatMap(([, entries]) => entries.map((one) => one.iteration)))].sort((a, b) => a - b);
@@ -45,8 +45,8 @@ export async function samples(state) {
   const slider = element("input", { type: "range", min: "0", max: String(steps.length - 1), step: "1",
     value: String(steps.indexOf(step)), "aria-label": "Step of the samples", "aria-valuetext": `step ${step}`,
     oninput: (event) => {
-      const place = Number(event.target.value);
-      state.sampleStep = place === steps.length - 1 ? null : steps[place];
+      const index = Number(event.target.value);
+      state.sampleStep = index === steps.length - 1 ? null : steps[index];
       state.refreshPanel();
     } });
   const bar = runBar(state, element("label", {}, "Step", slider, element("output", {}, whole(step))),
@@ -55,12 +55,12 @@ export async function samples(state) {
   for (const [run, entries] of withSamples) {
     const one = entries.filter((entry) => entry.iteration <= step).at(-1);
     for (const { prompt, text } of one?.samples ?? []) {
-      const said = element("p", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }),
+      const sample = element("p", {}, element("span", { class: "swatch", color: colour(run, state.isDark) }),
         element("span", { class: "who" }, `${state.name(run)}, step ${whole(one.iteration)}`), element("span", { class: "text" }, text || "(nothing)"));
-      byPrompt.set(prompt, [...(byPrompt.get(prompt) ?? []), said]);
+      byPrompt.set(prompt, [...(byPrompt.get(prompt) ?? []), sample]);
     }
   }
-  const cards = [...byPrompt].map(([prompt, said]) => element("article", { class: "card sample" }, element("h3", {}, `${prompt} …`), ...said));
+  const cards = [...byPrompt].map(([prompt, completions]) => element("article", { class: "card sample" }, element("h3", {}, `${prompt} …`), ...completions));
   return [bar, element("div", { class: "samples" }, ...cards)];
 }
 
@@ -76,8 +76,8 @@ export async function ranks(state) {
   const known = new Map((heartbeats.ranks ?? []).map((one) => [one.rank, one]));
   const run = state.run(state.focused);
   const isLive = run.state === "running" && age !== null;
-  const said = age === null ? "This run writes no heartbeats, so only its layout is known."
-    : isLive ? `Last heartbeat ${duration(age)} ago.` : `Where the ranks were when they were last heard of, ${duration(age)} ago.`;
+  const note = age === null ? "This run writes no heartbeats; only its layout is known."
+    : isLive ? `Last heartbeat ${duration(age)} ago.` : `Last known state of the ranks, ${duration(age)} ago.`;
   const stages = Array.from({ length: pp }, (_, stage) => {
     const replicas = Array.from({ length: perStage / tp }, (_, replica) => element("div", { class: "replica" },
       ...Array.from({ length: tp }, (_, part) => rankBox(stage * perStage + replica * tp + part, known, isLive))));
@@ -85,7 +85,7 @@ export async function ranks(state) {
   });
   const axes = Object.entries({ ...layout, ...sizes }).filter(([, count]) => count > 1).map(([name, count]) => `${name.toUpperCase()} ${count}`);
   return [runBar(state, element("span", { class: "badge" }, axes.join(" × ") || "1 rank")),
-    element("p", { class: "note" }, `${said} A box with a frame holds the ranks of one tensor-parallel group.`),
+    element("p", { class: "note" }, `${note} Each frame contains one tensor-parallel group.`),
     element("div", { class: "grid" }, ...stages)];
 }
 
@@ -103,8 +103,8 @@ const LEVELS = { complete: "good", damaged: "bad", unreadable: "bad", unfinished
 
 export async function checkpoints(state) {
   const { folder, checkpoints } = await get("/api/checkpoints", { run: state.focused });
-  if (!folder) return [runBar(state), empty("This run saves no checkpoints", "Say where, and how often:", "python pretrain_gpt.py … --save checkpoints/first --save-interval 500")];
-  if (!checkpoints.length) return [runBar(state), empty("No checkpoints", `There are none in ${folder}, as seen from the folder in which the dashboard was started.`)];
+  if (!folder) return [runBar(state), empty("This run saves no checkpoints", "Set a folder and an interval:", "python pretrain_gpt.py … --save checkpoints/first --save-interval 500")];
+  if (!checkpoints.length) return [runBar(state), empty("No checkpoints", `${folder} is empty or not found, relative to the folder in which the dashboard was started.`)];
   const rows = checkpoints.map((one) => element("tr", {}, cell(whole(one.step), "number"),
     cell(element("span", { class: "badge", "data-level": LEVELS[one.state] ?? "" }, one.state)), cell(bytes(one.size_bytes), "number"),
     cell(one.layout ? Object.entries(one.layout).map(([axis, count]) => `${axis.toUpperCase()}${count}`).join(" ") : ""),
@@ -114,21 +114,21 @@ export async function checkpoints(state) {
 
 export async function events(state) {
   const { events } = await get("/api/details", { run: state.focused });
-  if (!events.length) return [runBar(state), empty("Nothing has happened yet", "Starts, resumes, saves, skipped updates and stops appear here.")];
+  if (!events.length) return [runBar(state), empty("No events yet", "Starts, resumes, saves, skipped updates and stops appear here.")];
   const rows = events.reverse().map((one) => element("tr", {},
-    cell(moment(one.at), "number"), cell(one.iteration === null ? "" : whole(one.iteration), "number"),
+    cell(dateTime(one.at), "number"), cell(one.iteration === null ? "" : whole(one.iteration), "number"),
     cell(element("span", { class: "badge", "data-level": one.level }, one.kind)), cell(one.text)));
   return [runBar(state), table(["When", "Step", "Event", ""], rows)];
 }
 
 export async function log(state) {
   const { text, size_bytes: size } = await get("/api/log", { run: state.focused });
-  if (!text) return [runBar(state), empty("The log is empty", "What rank 0 says appears here as soon as it says it.")];
+  if (!text) return [runBar(state), empty("The log is empty", "The output of rank 0 appears here.")];
   const shown = element("pre", { class: "log", tabindex: "0", "aria-label": "End of the log" }, text);
   const isAtEnd = state.logIsAtEnd ?? true;
   shown.addEventListener("scroll", () => { state.logIsAtEnd = shown.scrollHeight - shown.scrollTop - shown.clientHeight < 40; });
   requestAnimationFrame(() => { shown.scrollTop = isAtEnd ? shown.scrollHeight : state.logTop ?? 0; });
-  return [element("div", { class: "column" }, runBar(state, element("span", { class: "label" }, size > SHOWN_BYTES ? `the end of ${bytes(size)}` : bytes(size))), shown)];
+  return [element("div", { class: "column" }, runBar(state, element("span", { class: "label" }, size > SHOWN_BYTES ? `last part of ${bytes(size)}` : bytes(size))), shown)];
 }
 
 export async function configuration(state) {
@@ -141,9 +141,9 @@ export async function configuration(state) {
     oninput: (event) => { state.configurationFilter = event.target.value; state.refreshPanel(); } });
   const whole = element("input", { type: "checkbox", checked: Boolean(state.showsWholeConfiguration),
     onchange: (event) => { state.showsWholeConfiguration = event.target.checked; state.refreshPanel(); } });
-  const bar = runBar(state, search, isCompared ? element("label", {}, whole, "also what is equal") : null,
-    element("span", { class: "label" }, isCompared ? `${differences.length} fields differ · ` : "", "in colour: ", element("span", { class: "given" }, "set by the user")));
-  if (!Object.keys(runs[0].rows).length) return [bar, empty("No configuration", "This folder holds no config.json.")];
+  const bar = runBar(state, search, isCompared ? element("label", {}, whole, "show equal fields") : null,
+    element("span", { class: "label" }, isCompared ? `${differences.length} fields differ · ` : "", "highlighted: ", element("span", { class: "given" }, "set by the user")));
+  if (!Object.keys(runs[0].rows).length) return [bar, empty("No configuration", "This folder has no config.json.")];
   const rows = names.filter((name) => name.toLowerCase().includes(filter)).map((name) => element("tr", {}, cell(breakable(name), "field"),
     ...runs.map((run) => cell(element("span", { class: run.given.includes(name) ? "given" : "" }, run.rows[name] ?? "–"), "value"))));
   return [bar, table(["Field", ...runs.map((run) => state.name(run.id))], rows, "configuration")];

@@ -1,20 +1,20 @@
-// One chart: curves on one canvas, what follows the pointer on another, so that pointing redraws no curve.
+// One chart: curves on one canvas, the pointer's overlay on another, so that pointer moves redraw no curve.
 
 import { element, short } from "./format.js";
 import { linear, logarithmic, scale } from "./ticks.js";
 
 const MARGIN = { left: 58, right: 12, top: 8, bottom: 24 };
-const POINTS_OF_A_PATH = 32; // without a graphics card, many short paths are drawn faster than a long one
+const POINTS_OF_A_PATH = 32; // software rendering is faster with many short paths than with a long one
 const MOST_BANDS = 8;
 const MOST_NAMED = 12;
 const FEWEST_DRAGGED_PIXELS = 6;
 
 export class Plot {
   /**
-   * @param {object} told what the plot tells: onZoom(range or null), onPoint(place or null), name of a run by number.
+   * @param {object} callbacks onZoom(range or null), onPoint(value or null), name(run number).
    */
-  constructor(told) {
-    this.told = told;
+  constructor(callbacks) {
+    this.callbacks = callbacks;
     this.series = [];
     this.options = { isLogX: false, isLogY: false, range: null, isSmoothed: false, axisText: (value) => short(value) };
     this.pointed = null;
@@ -31,14 +31,14 @@ export class Plot {
     this.#listen();
   }
 
-  /** Draws at the next frame; several calls are one drawing. */
+  /** Draws at the next frame. */
   redraw() {
     this.isDirty = true;
     this.#schedule();
   }
 
-  point(place) {
-    this.pointed = place;
+  point(value) {
+    this.pointed = value;
     this.#schedule();
   }
 
@@ -121,14 +121,14 @@ export class Plot {
     pen.stroke();
   }
 
-  /** The range of the values behind a smoothed curve, as an area. */
+  /** Draws the range of the values behind a smoothed curve as an area. */
   #drawBand(pen, one, opacity) {
     const { x, y } = this.frame;
     const { count } = one;
     if (count < 2) return;
     pen.beginPath();
-    for (let place = 0; place < count; place += 1) pen.lineTo(x(one.x[place]), this.#inside(y(one.high[place])));
-    for (let place = count - 1; place >= 0; place -= 1) pen.lineTo(x(one.x[place]), this.#inside(y(one.low[place])));
+    for (let index = 0; index < count; index += 1) pen.lineTo(x(one.x[index]), this.#clamped(y(one.high[index])));
+    for (let index = count - 1; index >= 0; index -= 1) pen.lineTo(x(one.x[index]), this.#clamped(y(one.low[index])));
     pen.globalAlpha = opacity;
     pen.fillStyle = one.colour;
     pen.fill();
@@ -144,13 +144,13 @@ export class Plot {
     pen.setLineDash(one.group ? [5, 4] : one.dashes);
     pen.beginPath();
     let isOpen = false;
-    let former = 0;
+    let previous = 0;
     let drawn = 0;
     const to = (across, up) => {
       if (Number.isNaN(up)) { isOpen = false; return; }
       if (isOpen) pen.lineTo(across, up); else pen.moveTo(across, up);
       isOpen = true;
-      former = up;
+      previous = up;
       drawn += 1;
       if (drawn % POINTS_OF_A_PATH) return;
       pen.stroke();
@@ -158,14 +158,14 @@ export class Plot {
       pen.moveTo(across, up);
     };
     if (this.options.isSmoothed) {
-      for (let place = 0; place < count; place += 1) to(x(one.x[place]), this.#inside(y(line[place])));
+      for (let index = 0; index < count; index += 1) to(x(one.x[index]), this.#clamped(y(line[index])));
     } else {
-      for (let place = 0; place < count; place += 1) {
-        const across = x(one.x[place]);
-        const bottom = this.#inside(y(low[place]));
-        if (low[place] === high[place]) { to(across, bottom); continue; }
-        const top = this.#inside(y(high[place]));
-        const isBottomFirst = Math.abs(bottom - former) < Math.abs(top - former);
+      for (let index = 0; index < count; index += 1) {
+        const across = x(one.x[index]);
+        const bottom = this.#clamped(y(low[index]));
+        if (low[index] === high[index]) { to(across, bottom); continue; }
+        const top = this.#clamped(y(high[index]));
+        const isBottomFirst = Math.abs(bottom - previous) < Math.abs(top - previous);
         to(across, isBottomFirst ? bottom : top);
         to(across, isBottomFirst ? top : bottom);
       }
@@ -174,16 +174,16 @@ export class Plot {
     pen.setLineDash([]);
     if (one.group || count === 1) {
       const radius = one.group ? 3 : 2.5;
-      for (let place = 0; place < count && count <= 200; place += 1) {
+      for (let index = 0; index < count && count <= 200; index += 1) {
         pen.beginPath();
-        pen.arc(x(one.x[place]), y(line[place]), radius, 0, 7);
+        pen.arc(x(one.x[index]), y(line[index]), radius, 0, 7);
         pen.fill();
       }
     }
   }
 
-  /** Far outside, canvas loses precision and speed. */
-  #inside(pixel) {
+  /** Clamps a pixel: far outside, canvas loses precision and speed. */
+  #clamped(pixel) {
     return pixel < -4000 ? -4000 : pixel > 4000 ? 4000 : pixel;
   }
 
@@ -228,34 +228,34 @@ export class Plot {
     pen.lineTo(Math.round(across) + 0.5, height);
     pen.stroke();
     pen.setLineDash([]);
-    this.#tell(pen, across);
+    this.#drawValues(pen, across);
   }
 
-  /** The values of the curves at the pointer: a dot on each, and a table if the pointer is on this chart. */
-  #tell(pen, across) {
+  /** Draws a dot on each curve at the pointer, and a table of values if the pointer is on this chart. */
+  #drawValues(pen, across) {
     const near = this.values(this.pointed);
-    for (const { curve, place, value } of near.slice(0, 200)) {
+    for (const { curve, index, value } of near.slice(0, 200)) {
       pen.fillStyle = curve.colour;
       pen.beginPath();
-      pen.arc(this.frame.x(curve.x[place]), this.frame.y(value), 3, 0, 7);
+      pen.arc(this.frame.x(curve.x[index]), this.frame.y(value), 3, 0, 7);
       pen.fill();
     }
     if (!this.isPointedHere || !near.length) return;
     const rows = near.slice(0, MOST_NAMED).map(({ curve, value }) =>
       element("tr", {}, element("td", {}, element("span", { class: "swatch", color: curve.colour })),
-        element("td", {}, this.told.name(curve.run) + (curve.group ? ` · ${curve.group}` : "")),
+        element("td", {}, this.callbacks.name(curve.run) + (curve.group ? ` · ${curve.group}` : "")),
         element("td", {}, element("b", {}, short(value, 5)))));
     if (near.length > MOST_NAMED) {
       rows.push(element("tr", {}, element("td"), element("td", {}, `and ${near.length - MOST_NAMED} more`), element("td")));
     }
-    this.box.replaceChildren(element("b", {}, this.options.placeText(this.pointed)), element("table", {}, ...rows));
+    this.box.replaceChildren(element("b", {}, this.options.positionText(this.pointed)), element("table", {}, ...rows));
     this.box.hidden = false;
     const isRight = across > this.width / 2;
     this.box.style.left = isRight ? "auto" : `${across + 12}px`;
     this.box.style.right = isRight ? `${this.width - across + 12}px` : "auto";
   }
 
-  /** The value of each curve at or before a place on the axis, nearest to the pointer first. */
+  /** The value of each curve nearest to a position on the axis, closest to the pointer first. */
   values(at) {
     const values = [];
     for (const curve of this.series) {
@@ -268,14 +268,14 @@ export class Plot {
       }
       if (low + 1 < curve.count && curve.x[low + 1] - at < at - curve.x[low]) low += 1;
       const value = this.options.isSmoothed || curve.low[low] === curve.high[low] ? curve.line[low] : (curve.low[low] + curve.high[low]) / 2;
-      if (Number.isFinite(value)) values.push({ curve, place: low, value });
+      if (Number.isFinite(value)) values.push({ curve, index: low, value });
     }
     const up = this.pointedHeight;
     const far = ({ value }) => (up === undefined ? value : Math.abs(this.frame.y(value) - up));
     return values.sort((one, other) => far(one) - far(other));
   }
 
-  /** The bounds of what is drawn: the range that was chosen, or all; and the values in it with some air. */
+  /** The bounds of the selected range, or of all points, with vertical padding. */
   #bounds() {
     const { isLogX, isLogY, range, isSmoothed } = this.options;
     let [x0, x1] = range ?? [Infinity, -Infinity];
@@ -287,28 +287,28 @@ export class Plot {
       }
     }
     let [y0, y1] = [Infinity, -Infinity];
-    const see = (value) => {
+    const include = (value) => {
       if (!Number.isFinite(value) || (isLogY && value <= 0)) return;
       if (value < y0) y0 = value;
       if (value > y1) y1 = value;
     };
     for (const one of this.series) {
-      for (let place = 0; place < one.count; place += 1) {
-        if (one.x[place] < x0 || one.x[place] > x1) continue;
-        if (isSmoothed) { see(one.line[place]); continue; }
-        see(one.low[place]);
-        see(one.high[place]);
+      for (let index = 0; index < one.count; index += 1) {
+        if (one.x[index] < x0 || one.x[index] > x1) continue;
+        if (isSmoothed) { include(one.line[index]); continue; }
+        include(one.low[index]);
+        include(one.high[index]);
       }
     }
     if (!(x1 >= x0) || !(y1 >= y0)) return null;
     if (x0 === x1) [x0, x1] = isLogX ? [x0 / 2, x1 * 2] : [x0 - 1, x1 + 1];
     if (y0 === y1) [y0, y1] = isLogY ? [y0 / 2, y1 * 2] : [y0 - Math.abs(y0) * 0.1 - 1e-12, y1 + Math.abs(y1) * 0.1 + 1e-12];
-    else if (isLogY) { const air = (y1 / y0) ** 0.04; [y0, y1] = [y0 / air, y1 * air]; }
-    else { const air = (y1 - y0) * 0.04; [y0, y1] = [y0 >= 0 && y0 < air * 4 ? Math.min(y0, 0) || 0 : y0 - air, y1 + air]; }
+    else if (isLogY) { const padding = (y1 / y0) ** 0.04; [y0, y1] = [y0 / padding, y1 * padding]; }
+    else { const padding = (y1 - y0) * 0.04; [y0, y1] = [y0 >= 0 && y0 < padding * 4 ? Math.min(y0, 0) || 0 : y0 - padding, y1 + padding]; }
     return [x0, x1, y0, y1];
   }
 
-  /** A pen on a canvas of the right size; an opaque one is cheaper to show. */
+  /** Resizes a canvas and returns its context; opaque canvases are cheaper to composite. */
   #prepare(canvas, isOpaque = false) {
     const ratio = window.devicePixelRatio || 1;
     this.width = this.node.clientWidth;
@@ -326,39 +326,39 @@ export class Plot {
   }
 
   #listen() {
-    const place = (event) => event.clientX - this.above.getBoundingClientRect().left;
+    const offset = (event) => event.clientX - this.above.getBoundingClientRect().left;
     this.above.addEventListener("pointerdown", (event) => {
       if (event.button !== 0 || !this.frame || event.pointerType === "touch") return;
       this.above.setPointerCapture(event.pointerId);
-      this.dragged = [this.#held(place(event)), this.#held(place(event))];
+      this.dragged = [this.#clampedX(offset(event)), this.#clampedX(offset(event))];
     });
     this.above.addEventListener("pointermove", (event) => {
       if (!this.frame) return;
-      if (this.dragged) { this.dragged[1] = this.#held(place(event)); this.#schedule(); return; }
+      if (this.dragged) { this.dragged[1] = this.#clampedX(offset(event)); this.#schedule(); return; }
       this.pointedHeight = event.clientY - this.above.getBoundingClientRect().top;
-      this.#pointAt(this.frame.x.back(this.#held(place(event))));
+      this.#pointAt(this.frame.x.back(this.#clampedX(offset(event))));
     });
     this.above.addEventListener("pointerup", () => {
       const [from, to] = this.dragged ?? [0, 0];
       this.dragged = null;
       this.#schedule();
       if (this.frame && Math.abs(to - from) >= FEWEST_DRAGGED_PIXELS) {
-        this.told.onZoom([from, to].sort((one, other) => one - other).map((pixel) => this.frame.x.back(pixel)));
+        this.callbacks.onZoom([from, to].sort((one, other) => one - other).map((pixel) => this.frame.x.back(pixel)));
       }
     });
     this.above.addEventListener("pointerleave", () => { if (!this.dragged) this.#leave(); });
     this.above.addEventListener("pointercancel", () => { this.dragged = null; this.#leave(); });
-    this.above.addEventListener("dblclick", () => this.told.onZoom(null));
+    this.above.addEventListener("dblclick", () => this.callbacks.onZoom(null));
     this.above.addEventListener("blur", () => this.#leave());
     this.above.addEventListener("wheel", (event) => {
       if (!(event.ctrlKey || event.metaKey) || !this.frame) return;
       event.preventDefault();
-      this.#zoomBy(Math.exp(event.deltaY * 0.004), this.#held(place(event)));
+      this.#zoomBy(Math.exp(event.deltaY * 0.004), this.#clampedX(offset(event)));
     }, { passive: false });
     this.above.addEventListener("keydown", (event) => this.#onKey(event));
   }
 
-  /** Arrows move along the curves, + and - zoom, Escape shows all. */
+  /** Arrow keys move along the curves, + and - zoom, Escape resets the zoom. */
   #onKey(event) {
     if (!this.frame) return;
     const width = this.width - MARGIN.right;
@@ -366,30 +366,30 @@ export class Plot {
     const move = { ArrowLeft: -8, ArrowRight: 8, Home: -1e9, End: 1e9 }[event.key];
     if (move !== undefined) {
       this.pointedHeight = undefined;
-      this.#pointAt(this.frame.x.back(this.#held(at + move)));
+      this.#pointAt(this.frame.x.back(this.#clampedX(at + move)));
     } else if (event.key === "+" || event.key === "=") this.#zoomBy(0.6, at);
     else if (event.key === "-") this.#zoomBy(1 / 0.6, at);
-    else if (event.key === "Escape" || event.key === "0") this.told.onZoom(null);
+    else if (event.key === "Escape" || event.key === "0") this.callbacks.onZoom(null);
     else return;
     event.preventDefault();
   }
 
   #zoomBy(factor, at) {
     const [left, right] = [MARGIN.left, this.width - MARGIN.right];
-    this.told.onZoom([this.frame.x.back(at - (at - left) * factor), this.frame.x.back(at + (right - at) * factor)]);
+    this.callbacks.onZoom([this.frame.x.back(at - (at - left) * factor), this.frame.x.back(at + (right - at) * factor)]);
   }
 
   #pointAt(value) {
     this.isPointedHere = true;
-    this.told.onPoint(value);
+    this.callbacks.onPoint(value);
   }
 
   #leave() {
     this.isPointedHere = false;
-    this.told.onPoint(null);
+    this.callbacks.onPoint(null);
   }
 
-  #held(pixel) {
+  #clampedX(pixel) {
     return Math.min(Math.max(pixel, MARGIN.left), this.width - MARGIN.right);
   }
 }

@@ -1,6 +1,6 @@
-// Where the lines of a grid lie, and the transformation of an axis.
+// Grid lines, and the transformation of an axis.
 
-/** Round numbers between two values, about so many. */
+/** About `count` round numbers between two values. */
 export function linear(low, high, count) {
   const span = high - low;
   if (!(span > 0)) return [low];
@@ -12,7 +12,7 @@ export function linear(low, high, count) {
   return ticks;
 }
 
-/** Powers of ten between two values; with 2 and 5 between them where there are few. */
+/** Powers of ten between two values, with their multiples by 2 and 5 if there are few. */
 export function logarithmic(low, high, count) {
   const first = Math.floor(Math.log10(low));
   const last = Math.ceil(Math.log10(high));
@@ -25,17 +25,17 @@ export function logarithmic(low, high, count) {
   return ticks.filter((value) => value >= low * 0.999 && value <= high * 1.001);
 }
 
-/** Maps values between two bounds to pixels between two others, and back. */
+/** Maps values to pixels, and back with `back`. */
 export function scale(low, high, from, to, isLog) {
   const raise = isLog ? Math.log10 : (value) => value;
   const [start, end] = [raise(low), raise(high)];
   const factor = (to - from) / (end - start || 1);
-  const place = isLog
+  const pixelOf = isLog
     ? (value) => (value > 0 ? from + (Math.log10(value) - start) * factor : NaN)
     : (value) => from + (value - start) * factor;
-  place.back = (pixel) => {
+  pixelOf.back = (pixel) => {
     const value = start + (pixel - from) / factor;
     return isLog ? 10 ** value : value;
   };
-  return place;
+  return pixelOf;
 }

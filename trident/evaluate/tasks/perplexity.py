@@ -123,7 +123,7 @@ class Perplexity(ScoredTask):
                 "network. Use a smaller window."
             )
         stride = max(1, window // 2) if self.stride is None else self.stride
-        stretches: list[Stretch] = []
+        stretches: list[Window] = []
         queries: list[Query] = []
         for document in read_documents(self.path, self.key, tokenizer):
             if limit is not None and len(stretches) >= limit:
@@ -137,7 +137,7 @@ class Perplexity(ScoredTask):
 
     def _stretches(
         self, document: ScoredDocument, tokenizer: Tokenizer, window: int, stride: int
-    ) -> Iterator[tuple[Stretch, list[Query]]]:
+    ) -> Iterator[tuple[Window, list[Query]]]:
         detokenizer = DETOKENIZERS[self.detokenizer]
         if document.tokens is not None:
             tokens = document.ids(tokenizer)
@@ -161,12 +161,12 @@ class Perplexity(ScoredTask):
             if count >= window or before + count == scored:
                 share = Fraction(count, scored)
                 place = f"{document.place}, token {before}"
-                yield Stretch(place, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
+                yield Window(place, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
                 group, before, count = [], before + count, 0
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Window:
     """Part of a document.
 
     Attributes:
@@ -187,7 +187,7 @@ class Stretch:
 class PreparedText(Prepared):
     """Stretches of text with their queries, in order."""
 
-    items: Sequence[Stretch]
+    items: Sequence[Window]
     tokenizer: Tokenizer
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:

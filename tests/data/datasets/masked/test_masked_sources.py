@@ -167,5 +167,5 @@ def test_samples_without_parts_need_no_pairs(word_tokenizer, tmp_path):
 def test_a_plan_of_another_kind_of_samples_is_refused(prefixes, word_tokenizer):
     data = data_of(prefixes[0])
     _, plan = built(data, "sentences", word_tokenizer)
-    with pytest.raises(DataError, match="training data is not that of the run to be resumed|holds"):
+    with pytest.raises(DataError, match="training data differs from the run to resume|holds"):
         built(data, "stream", word_tokenizer, plan=plan, consumed=8)

@@ -12,7 +12,7 @@ from megatron.checkpoint.record import Progress
 from megatron.errors import DataError
 from megatron.observe.metrics_file import MetricsFile
 from tests.train.samples import metrics
-from trident.dashboard.curves.reading import AXES, Curve, read_curves, shown_place
+from trident.dashboard.curves.reading import AXES, Curve, position_text, read_curves
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_every_axis(run: Path) -> None:
         "hours": [[0.5, 1.5, 2.0], [1.0, 2.0]],
         "flops": [[5e9, 15e9, 20e9], [10e9, 20e9]],
     }
-    assert [shown_place(12_000, axis) for axis in AXES] == ["12000", "12.0K", "12.0K", "1.2e+04", "12.0K"]
+    assert [position_text(12_000, axis) for axis in AXES] == ["12000", "12.0K", "12.0K", "1.2e+04", "12.0K"]
 
 
 def test_a_moving_average_has_no_bias_and_leaves_what_is_set_alone() -> None:
@@ -61,5 +61,5 @@ def test_a_moving_average_has_no_bias_and_leaves_what_is_set_alone() -> None:
 
 
 def test_a_metric_that_was_not_recorded_is_named(run: Path) -> None:
-    with pytest.raises(DataError, match="first run holds no step with a finite loss_scale.*--metric"):
+    with pytest.raises(DataError, match="first run has no step with a finite loss_scale.*--metric"):
         read_curves(run, "loss_scale")

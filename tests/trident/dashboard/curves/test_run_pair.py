@@ -113,5 +113,5 @@ def test_one_run_that_was_never_resumed_is_explained(tmp_path: Path) -> None:
     with contextlib.closing(MetricsFile(tmp_path / "metrics.jsonl")) as file:
         for step in range(1, 4):
             file.step(metrics(iteration=step))
-    with pytest.raises(DataError, match=r"logged no step twice \(steps 1 to 3\).*resumed.*give a second one"):
+    with pytest.raises(DataError, match=r"logged no step twice \(steps 1 to 3\).*resume.*give a second one"):
         read_pair([tmp_path])
