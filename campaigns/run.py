@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the campaign of the command line; 1 if a case showed a problem."""
     arguments = sys.argv[1:] if arguments is None else arguments
     program = "python -m campaigns.run"
-    flags = parse_flags(CampaignFlags, arguments, program, __doc__ or "", unnamed="--name")
+    flags = parse_flags(CampaignFlags, arguments, program, __doc__ or "", positional="--name")
     if flags.list or not flags.name:
         for name, entry in CAMPAIGNS.items():
             log.line(f"{name:<20} {entry.description}")
