@@ -10,7 +10,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
 prepare_environment test
-[ -n "${CI:-}" ] || "$PYTHON" -m tests.helpers.architecture.budget  # what shrank stays small
+if [ -z "${CI:-}" ]; then  # what shrank stays small
+    "$PYTHON" -m tests.helpers.architecture.budget
+    "$PYTHON" -m tests.helpers.architecture.wording >/dev/null
+fi
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
 
 case "${1:-}" in

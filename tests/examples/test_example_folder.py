@@ -37,7 +37,7 @@ RUN_BY = {
     **dict.fromkeys([f"turkish/{name}.sh" for name in TURKISH], "tests/seeds/turkish_gpt2/guide.py"),
     **dict.fromkeys([f"dsgpt2/{name}.sh" for name in DSGPT2], "tests/seeds/dsgpt2/guide.py"),
     "slurm/pretrain.slurm": "tests/trident/launch/test_slurm.py",
-    "slurm/pretrain_gpt.slurm": "tests/docs/test_readme.py",
+    "slurm/pretrain_gpt.slurm": "tests/docs/test_commands.py",
     "quickstart.sh": "tests/examples/test_kill_and_resume.py",
     "chat.sh": "here",
     "pretrain_bert.sh": "here",

@@ -34,10 +34,10 @@ def _results(
     implementation: Implementation = TORCH,
 ) -> list[torch.Tensor]:
     """The two losses of every row, its mean logit, and the gradients of one loss and of all."""
-    found = logit_statistics(logits, labels, valid, softcap=softcap, with_whole=True, implementation=implementation)
+    found = logit_statistics(logits, labels, valid, softcap=softcap, with_logit_sum=True, implementation=implementation)
     normalizer = found.total.log() + found.largest if valid else torch.zeros_like(found.largest)
-    assert found.whole is not None
-    values = [normalizer - found.target, normalizer, found.whole / max(1, valid)]
+    assert found.logit_sum is not None
+    values = [normalizer - found.target, normalizer, found.logit_sum / max(1, valid)]
     for minimized in (LossGradients(gradients.of_label), gradients):
         settings = (labels, normalizer, minimized, valid, 9000)
         gradient = logit_gradient(logits, *settings, softcap=softcap, implementation=implementation)

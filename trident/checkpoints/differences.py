@@ -37,6 +37,7 @@ class TensorDifference:
     squares_first: float = 0.0
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Adds a pair of tensors of one shape."""
         if first.dtype != second.dtype:
             first, second = first.double(), second.double()
         self.elements += first.numel()

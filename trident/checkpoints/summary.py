@@ -32,6 +32,7 @@ class ValueStats:
     largest: float = -math.inf
 
     def add(self, values: torch.Tensor) -> None:
+        """Adds the values of a tensor; NaN and infinity are counted apart."""
         count = values.numel()
         total = float(values.sum(dtype=torch.float64))
         if not math.isfinite(total):  # the float64 sum of finite float32 values is finite

@@ -18,21 +18,21 @@ class QueryBatch:
 
     Networks attend to earlier tokens, and to a prefix within the query, so padding after a query does not affect it.
 
-    Shapes: inputs `[b, s]` int64; prefix `[b, s]` bool; rows, labels and places `[n]` int64, one entry per target.
+    Shapes: inputs `[b, s]` int64; prefix `[b, s]` bool; rows, labels and indices `[n]` int64, one entry per target.
 
     Attributes:
         inputs: all tokens of each query but the last.
         prefix: which inputs are context.
         rows: the positions that predict the targets, as indices into `[b * s]`.
         labels: the targets.
-        places: where each target is among the targets of all queries, see `Answers`.
+        indices: index of each target among the targets of all queries, see `Answers`.
     """
 
     inputs: np.ndarray
     prefix: np.ndarray
     rows: np.ndarray
     labels: np.ndarray
-    places: np.ndarray
+    indices: np.ndarray
 
 
 class Answers:
@@ -56,15 +56,15 @@ class Answers:
         length = max(len(query.tokens) for query in queries) - 1
         inputs = np.zeros((len(queries), length), np.int64)
         prefix = np.zeros((len(queries), length), np.bool_)
-        rows, labels, places = [], [], []
+        rows, labels, indices = [], [], []
         for row, (number, query) in enumerate(zip(numbers, queries, strict=True)):
             last = len(query.tokens) - 1
             inputs[row, :last] = query.tokens[:-1]
             prefix[row, : query.first_target] = True
             rows.append(row * length + np.arange(query.first_target - 1, last))
             labels.append(np.array(query.targets, np.int64))
-            places.append(np.arange(self.starts[number], self.starts[number + 1]))
-        return QueryBatch(inputs, prefix, *(np.concatenate(parts) for parts in (rows, labels, places)))
+            indices.append(np.arange(self.starts[number], self.starts[number + 1]))
+        return QueryBatch(inputs, prefix, *(np.concatenate(parts) for parts in (rows, labels, indices)))
 
     def scores(self) -> list[Score]:
         """The scores of all queries, in their order."""
@@ -156,7 +156,7 @@ class NetworkScorer(ABC):
 
     @abstractmethod
     def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
-        """Runs a round, and writes what this rank learns of it to its places."""
+        """Runs a round, and writes this rank's results into `answers`."""
 
     def gathered(self, answers: Answers) -> Answers:
         """The answers of all ranks, where `answer` has not brought them to every rank."""

@@ -59,7 +59,7 @@ class LoadedScorer(NetworkScorer):
         return answers
 
     def _score(self, answers: Answers, batch: QueryBatch) -> None:
-        """Runs one batch and writes its results to their places."""
+        """Runs one batch and writes its results into `answers`."""
         mesh = self.loaded.mesh
         inputs, prefix, rows, labels = (
             device.copy_to_device(array, mesh.device)
@@ -72,5 +72,5 @@ class LoadedScorer(NetworkScorer):
             return
         targets = score_targets(logits, labels, mesh.tp, self.model.vocab_size)
         if mesh.tp.rank == 0:  # all ranks of the axis have found the same, and one of them reports it
-            answers.logprobs[batch.places] = targets.logprobs.double().cpu().numpy()
-            answers.predicted[batch.places] = targets.predicted.cpu().numpy()
+            answers.logprobs[batch.indices] = targets.logprobs.double().cpu().numpy()
+            answers.predicted[batch.indices] = targets.predicted.cpu().numpy()

@@ -17,7 +17,7 @@ def _check(run: emulator.Run, dtype: torch.dtype, rows: int, columns: int, valid
     logits = (4 * torch.randn(rows, columns, generator=generator)).to(dtype)
     labels = torch.randint(-1, columns + 1, (rows,), generator=generator)
     gradients = LossGradients(*torch.rand(3, rows, generator=generator))
-    exact = logit_statistics(logits.double(), labels, valid, softcap=softcap, with_whole=True)
+    exact = logit_statistics(logits.double(), labels, valid, softcap=softcap, with_logit_sum=True)
     normalizer = (exact.total.log() + exact.largest).float() if valid else torch.zeros(rows)
     cap = softcap or 0.0
 

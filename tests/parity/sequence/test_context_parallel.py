@@ -161,7 +161,8 @@ def batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
             batch.loss_mask[:, 0] = 0
             batch = dataclasses.replace(batch, token_types=prefix.astype(np.int64), swapped=batch.sample_ids % 2)
             if names_predicted(config):
-                batch = dataclasses.replace(batch, predicted=predicted_positions(batch.loss_mask, batch.tokens.shape[1]))
+                predicted = predicted_positions(batch.loss_mask, batch.tokens.shape[1])
+                batch = dataclasses.replace(batch, predicted=predicted)
         made.append(batch)
     return made
 

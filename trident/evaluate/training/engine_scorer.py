@@ -22,7 +22,7 @@ _MICRO_BATCHES_PER_STAGE = 4  # of a call, so that few stages wait for work
 class ScoringBatch:
     """A micro-batch of queries in the shape that all micro-batches of a call share.
 
-    Shapes: tokens and segment_ids `[b, s]`, sample_ids `[b]`, rows, labels and places `[n]`, all int64; prefix_mask
+    Shapes: tokens and segment_ids `[b, s]`, sample_ids `[b]`, rows, labels and indices `[n]`, all int64; prefix_mask
     `[b, s]` bool.
     """
 
@@ -30,7 +30,7 @@ class ScoringBatch:
     prefix_mask: np.ndarray
     rows: np.ndarray
     labels: np.ndarray
-    places: np.ndarray
+    indices: np.ndarray
 
     @property
     def sample_ids(self) -> np.ndarray:
@@ -42,11 +42,11 @@ class ScoringBatch:
         return np.zeros_like(self.tokens)
 
     @classmethod
-    def of(cls, batch: QueryBatch | None, shape: tuple[int, int], places: Sequence[int]) -> ScoringBatch:
+    def of(cls, batch: QueryBatch | None, shape: tuple[int, int], indices: Sequence[int]) -> ScoringBatch:
         """Pads a batch of queries, of which there may be none.
 
         Args:
-            places: the places of the batch's targets in the metric vectors.
+            indices: indices of the batch's targets in the statistics.
         """
         nothing = np.zeros(0, np.int64)
         tokens, prefix, rows, labels = np.zeros(shape, np.int64), np.zeros(shape, np.bool_), nothing, nothing
@@ -55,7 +55,7 @@ class ScoringBatch:
             tokens[:count, :length], prefix[:count, :length] = batch.inputs, batch.prefix
             rows = batch.rows // length * shape[1] + batch.rows % length
             labels = batch.labels
-        return cls(tokens, prefix, rows, labels, np.array(places, np.int64))
+        return cls(tokens, prefix, rows, labels, np.array(indices, np.int64))
 
 
 class EngineScorer(NetworkScorer):
@@ -94,19 +94,19 @@ class EngineScorer(NetworkScorer):
         self._beat()
 
     def _measure(self, answers: Answers, batches: Sequence[QueryBatch]) -> None:
-        """Scores a round of batches, divided among all copies of the model, and writes the results to their places."""
+        """Scores a round of batches, divided among all copies of the model, and writes the results to their indices."""
         axis = self.engine.mesh.loss
         counts = [len(batch.labels) for batch in batches]
         starts = np.concatenate([[0], np.cumsum(counts)])
         shape = (max(len(batch.inputs) for batch in batches), max(batch.inputs.shape[1] for batch in batches))
-        own = []
+        local = []
         for first in range(0, len(batches), axis.size):
             number = first + axis.rank
             batch = batches[number] if number < len(batches) else None
-            places = range(starts[number], starts[number + 1]) if batch is not None else ()
-            own.append(ScoringBatch.of(batch, shape, places))
+            indices = range(starts[number], starts[number + 1]) if batch is not None else ()
+            local.append(ScoringBatch.of(batch, shape, indices))
         objective = ScoringObjective(self.engine.mesh.tp, self.model.vocab_size, int(starts[-1]))
-        scores = self.engine.measure(own, objective)
-        places_of_all = np.concatenate([batch.places for batch in batches])
-        answers.logprobs[places_of_all] = scores[LOGPROBS].numpy()
-        answers.predicted[places_of_all] = scores[PREDICTED].to(torch.int64).numpy()
+        scores = self.engine.measure(local, objective)
+        indices_of_all = np.concatenate([batch.indices for batch in batches])
+        answers.logprobs[indices_of_all] = scores[LOGPROBS].numpy()
+        answers.predicted[indices_of_all] = scores[PREDICTED].to(torch.int64).numpy()

@@ -1,4 +1,4 @@
-"""docs/pipelines.md: its table is simulated, its commands run, and its example file is a schedule."""
+"""docs/pipelines.md has simulated tables, commands that run, and a schedule file as its example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.parallel.schedule.simulation import simulate
 from tests.train.samples import model_config
 from tools.runs import plan
 
-GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).resolve().parents[2] / "docs" / "pipelines.md").read_text(encoding="utf-8")
 
 
 def test_the_figures_are_those_of_the_simulation() -> None:
@@ -83,7 +83,7 @@ def test_what_the_division_of_layers_saves_is_simulated() -> None:
 
 
 def test_every_schedule_has_a_row() -> None:
-    table = GUIDE.partition("## Which one")[2].partition("\n\n## ")[0]
+    table = GUIDE.partition("## Schedules")[2].partition("\n\n## ")[0]
     assert re.findall(r"^\| `([^`]+)` ", table, flags=re.M)[1:] == [*SCHEDULE_CHUNKS, "FILE.csv"]
 
 
