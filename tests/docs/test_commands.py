@@ -21,7 +21,7 @@ from megatron.config.program_flags import parse_over, read_program
 from tests.helpers.commands.recording_shell import PROGRAMS, recorded
 from tools.runs.plan import PlanFlags
 from train_on_text import OwnTextFlags
-from trident.plan.requests import read_planned
+from trident.plan.requests import read_plan_request
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages whose later commands need files that earlier ones write, or programs of other projects; others run or read them.
@@ -67,13 +67,14 @@ def check(command: list[str]) -> None:
         rest = command[position + 1 :]
         if word.endswith("pretrain_gpt.py"):
             if {"--plan-only", "--dry-run-ranks"} & {*rest}:
-                read_planned(rest)
+                read_plan_request(rest)
                 return
             parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if word == "train_on_text.py":
-            flags, others = read_program(OwnTextFlags, rest, word, "", unnamed="--text")
-            parse(["--model-preset", flags.model_preset or "laptop", *flags.trainer_arguments(), *others], program=flags.program)
+            flags, others = read_program(OwnTextFlags, rest, word, "", positional="--text")
+            preset = ["--model-preset", flags.model_preset or "laptop"]
+            parse([*preset, *flags.trainer_arguments(), *others], program=flags.program)
             return
         if word.endswith("pretrain_bert.py"):
             if "--config" in rest:
@@ -118,7 +119,7 @@ def check_tool(path: str, words: list[str]) -> None:
     if issubclass(flags, PlanFlags):  # takes the trainer's flags for a plan, but not for a schedule
         given, others = read_program(flags, words, path, "")
         if given.devices is not None:
-            read_planned([*given.trainer_arguments(), *others])
+            read_plan_request([*given.trainer_arguments(), *others])
         else:
             assert not others
         return
