@@ -13,7 +13,7 @@ from megatron.checkpoint import load, save
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import FreezeSpec, frozen_names
 from megatron.engine.replicas import find_differences
-from megatron.engine.state import owned_bytes, owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_bytes, owned_pieces, pieces_to_load, refresh_weights
 from megatron.errors import ConfigError
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import parameter_names
@@ -205,7 +205,7 @@ def thaw(rank: int, layout: tuple[int, int, int], stages: list[int], folder: str
         for last in (2, 4, 6):
             engine = build_engine(config, mesh, now)
             if step:
-                record = load(Path(folder) / f"{stage}" / f"iter_{step:07d}", wanted_pieces(engine), mesh)
+                record = load(Path(folder) / f"{stage}" / f"iter_{step:07d}", pieces_to_load(engine), mesh)
                 refresh_weights(engine, record["updates"])
             for number in range(step, last):
                 result = engine.train_batch(local_batches(RECIPE, config, mesh, number, True), RECIPE.learning_rate)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import load, read_tensors, save
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
@@ -69,7 +69,7 @@ def load_and_train(rank, layout, stage, extra, folder):
     config = layout_config(RECIPE, layout, stage, extra)
     mesh = open_mesh(config.parallel)
     engine = build_engine(config, mesh)
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), mesh)
     refresh_weights(engine, record["updates"])
     curve = []
     for step in range(SAVED_AFTER, RECIPE.steps):

@@ -24,7 +24,7 @@ from megatron.config import RunConfig
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.optimizers.plans import plan_of
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.model.interface.step_context import StepContext, StepSettings
@@ -190,7 +190,7 @@ def train_and_save(rank: int, name: str, folder: str) -> list[tuple[float, ...]]
 
 def load_and_train(rank: int, name: str, folder: str) -> list[tuple[float, ...]]:
     engine = toy_engine(name)
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
     refresh_weights(engine, record["updates"])
     return train(engine, SAVED_AFTER, RECIPE.steps)
 

@@ -24,7 +24,7 @@ from megatron.config.schedule import is_done
 from megatron.config.sections.optimizers import AVERAGING
 from megatron.config.sections.reporting import MEGATRON_STYLE
 from megatron.engine.engine import Engine
-from megatron.engine.state import refresh_weights, wanted_pieces
+from megatron.engine.state import pieces_to_load, refresh_weights
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -232,10 +232,10 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
         )
     source = _source(config, engine.mesh)
     optimizer = _saved_optim(saved.record).get("optimizer")
-    begins_with_means = not with_optimizer and optimizer in AVERAGING
+    starts_from_averages = not with_optimizer and optimizer in AVERAGING
     loaded = load_newest(
         source,
-        lambda: wanted_pieces(engine, with_optimizer=with_optimizer, begins_with_means=begins_with_means),
+        lambda: pieces_to_load(engine, with_optimizer=with_optimizer, starts_from_averages=starts_from_averages),
         engine.mesh,
         known=saved.found,
         check=only_of_run(saved.folder_run_id, source),
@@ -249,7 +249,7 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     refresh_weights(engine, updates, averaging_weight=weight, restarts_averages=restarts)
     if with_optimizer:
         engine.view.restore_loss_scale(record.loss_scale)
-    if begins_with_means:
+    if starts_from_averages:
         log.info(f"training starts from the average of the iterates in {loaded.path} (--optimizer {optimizer})")
     if loading.finetune:
         what = "weights and optimizer state" if with_optimizer else "weights"

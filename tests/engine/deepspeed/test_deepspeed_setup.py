@@ -75,5 +75,5 @@ def test_averages_that_round_are_told() -> None:
     bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
     assert notice(1, **bf16, communication_data_type="fp32") is notice(2) is notice(2, 1, **bf16) is None
     assert notice(2, **bf16, communication_data_type="fp32") is None
-    assert "stage 2 averages those of each micro-batch over 8 ranks in bf16, which rounds" in str(notice(2, **bf16))
-    assert "stage 3 averages those of each micro-batch over 2 ranks in fp16" in str(notice(3, 2, **fp16))
+    assert "stage 2 averages each micro-batch over 8 ranks in bf16, with rounding errors" in str(notice(2, **bf16))
+    assert "stage 3 averages each micro-batch over 2 ranks in fp16" in str(notice(3, 2, **fp16))

@@ -93,15 +93,15 @@ def _state(engine: Engine) -> list[torch.Tensor]:
 
 def _spoil_loss(engine: Engine) -> Any:
     """Only the reported loss of this rank becomes NaN; its gradients stay as they are."""
-    own = StepLoss.of
+    own = StepLoss.loss
 
     def spoiled(losses: StepLoss, *given: Any, **named: Any) -> torch.Tensor:
         loss = own(losses, *given, **named)
         losses.totals.sums[0] = math.nan
         return loss
 
-    StepLoss.of = spoiled  # type: ignore[method-assign]
-    return lambda: setattr(StepLoss, "of", own)
+    StepLoss.loss = spoiled  # type: ignore[method-assign]
+    return lambda: setattr(StepLoss, "loss", own)
 
 
 def _spoil_gradient(engine: Engine) -> Any:
@@ -177,7 +177,7 @@ def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
     for loss, norm, tokens in ((2.0, 1.0, 4.0), (math.nan, 1.0, 4.0), (2.0, math.inf, 4.0), (0.0, 0.0, 0.0)):
         before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
         values = step_figures(loss, norm, tokens)
-        verdicts.append(gate.expect(lambda values=values: values))
+        verdicts.append(gate.begin(lambda values=values: values))
         assert gate.update(partial(update, optimizer, gradient_factor=torch.tensor(norm))) is True
         after = [weight.detach(), *optimizer.state[weight].values()]
         changed.append(len(before) != len(after) or not all(map(torch.equal, before, after)))
@@ -197,7 +197,7 @@ def test_the_host_decides_before_the_update() -> None:
     for loss, may in ((2.0, True), (math.nan, False)):
         before = weight.detach().clone()
         values = step_figures(loss, 1.0)
-        gate.expect(lambda values=values: values)
+        gate.begin(lambda values=values: values)
         assert gate.update(partial(update, optimizer)) is may is not torch.equal(weight, before)
 
 
@@ -247,7 +247,7 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)
-        verdict = gate.expect(lambda: step_figures(loss, norm, tokens))
+        verdict = gate.begin(lambda: step_figures(loss, norm, tokens))
         optimizer.step()
         return verdict.decision
 
@@ -294,7 +294,7 @@ def test_a_step_without_a_counted_token_is_dropped_and_says_nothing_of_the_other
         step(2.0 + 0.1 * (number % 2))
     known = gate.to_json()
     assert step(0.0, 0.0, 0.0) is UpdateDecision.EMPTY
-    assert (gate.verdict.is_dropped, gate.verdict.is_bad, gate.to_json()) == (True, False, known)
+    assert (gate.verdict.is_skipped, gate.verdict.is_bad, gate.to_json()) == (True, False, known)
     step(9.0)
     step(0.0, 5.0, 0.0)  # routers have losses of their own
     assert (gate.verdict.consecutive_bad, gate.in_bad_streak, float(weight.detach())) == (0, True, LEAST_STEPS)

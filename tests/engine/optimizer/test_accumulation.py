@@ -99,7 +99,7 @@ def test_every_stage_accumulates_in_float32(
     moved, logged = step_of(*layout, [])
     assert error(moved, gradients[0]) < LIMIT
     assert "accumulated" not in logged
-    assert ("averages those of each micro-batch over 2 ranks in bf16" in logged) == (layout[0] > 1)
+    assert ("averages each micro-batch over 2 ranks in bf16" in logged) == (layout[0] > 1)
 
 
 def test_a_deepspeed_file_may_say_otherwise_and_that_is_logged(

@@ -15,7 +15,7 @@ from megatron.checkpoint import load, read_tensors, save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.engine.engine import Engine
 from megatron.engine.replicas import find_differences
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine, parameter_counts
 from tests.helpers.ranks import run_ranks
@@ -160,7 +160,7 @@ def save_and_continue(rank: int, folder: str) -> list[Curve]:
     for number, case in enumerate(CONTINUED):
         config = case.config()
         engine = build_engine(config, open_mesh(config.parallel))
-        record = load(last / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+        record = load(last / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
         refresh_weights(engine, record["updates"])
         last = Path(folder) / str(number)
         save(last, SAVED_AFTER, owned_pieces(engine), {"updates": record["updates"]}, engine.mesh)

@@ -160,12 +160,12 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
-    def wanted(engine: FakeEngine, *, with_optimizer: bool, begins_with_means: bool) -> Any:
+    def wanted(engine: FakeEngine, *, with_optimizer: bool, starts_from_averages: bool) -> Any:
         engine.asked.append(with_optimizer)
-        engine.begun_with_means.append(begins_with_means)
+        engine.begun_with_means.append(starts_from_averages)
         return whole_sink(make_state(kinds=("master",))).wanted()
 
-    monkeypatch.setattr(restore, "wanted_pieces", wanted)
+    monkeypatch.setattr(restore, "pieces_to_load", wanted)
 
     def refresh(engine: FakeEngine, updates: int | None, *, averaging_weight: float, restarts_averages: bool) -> None:
         engine.updates.append(updates)

@@ -18,7 +18,7 @@ from megatron.model.blocks.position import Rotary, alibi_slopes
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.rng import attention_keys
-from megatron.parallel.sequence.ulysses import own_heads
+from megatron.parallel.sequence.ulysses import local_heads
 
 # The output of a projection, for its forms: queries `[b, a/t, s, d]`, keys and values `[b, g/t, s, d]`, or any other
 # tensors that both agree on.
@@ -39,7 +39,7 @@ class HeadProjection(Protocol):
         ...
 
     def project(self, hidden: torch.Tensor, context: StepContext) -> tuple[Heads, torch.Tensor | None]:
-        """Projects to heads, with their positions applied, and to the gates of the heads' outputs, if there are any.
+        """Projects to heads, with their positions applied, and to the gates of the heads' outputs, if any.
 
         Shapes: hidden `[b, s/t, h]` or `[b * s, h]`; gates `[b, s, a/t, d]`.
         """
@@ -95,7 +95,7 @@ class Scoring:
         self.slopes: tuple[float, ...] = ()
         if config.position_embedding_type == ALIBI:
             slopes = tuple(alibi_slopes(config.num_attention_heads))
-            self.slopes = own_heads(own_heads(slopes, mesh.tp), self.exchange)
+            self.slopes = local_heads(local_heads(slopes, mesh.tp), self.exchange)
 
     def partial(self, context: StepContext) -> PartialAttention:
         """Attention to a part of the keys, to be merged with other parts or with the sinks."""
@@ -104,4 +104,4 @@ class Scoring:
     def sinks(self, query: torch.Tensor) -> torch.Tensor:
         """The sinks of the heads. Shapes: query `[b, a/tu, s, d]`; result `[a/tu]`."""
         offset = self.softmax_offset
-        return query.new_zeros(query.shape[1]) if offset is None else own_heads(offset, self.exchange)
+        return query.new_zeros(query.shape[1]) if offset is None else local_heads(offset, self.exchange)
