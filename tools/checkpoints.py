@@ -374,14 +374,14 @@ def _checkpoints(directory: Path, steps: Sequence[int] = ()) -> list[Path]:
 
     candidates = find(directory)
     if not candidates:
-        raise CheckpointError(f"there is no checkpoint in {directory}. Give a folder to which a run saved checkpoints.")
+        raise CheckpointError(f"no checkpoint in {directory}. Use the folder of a run's checkpoints.")
     if not steps:
         return [candidate.path for candidate in candidates]
     by_step = {candidate.step: candidate.path for candidate in reversed(candidates)}
     missing = [str(step) for step in steps if step not in by_step]
     if missing:
         raise CheckpointError(
-            f"{directory} holds no checkpoint of step {', '.join(missing)}. It holds these steps: "
+            f"{directory} has no checkpoint of step {', '.join(missing)}. It has these steps: "
             f"{', '.join(map(str, sorted(by_step)))}."
         )
     return [by_step[step] for step in steps]

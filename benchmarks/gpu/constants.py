@@ -16,7 +16,7 @@ from benchmarks.gpu.shapes import SHAPES
 from megatron.errors import ConfigError
 from megatron.files.replacing import write_atomically
 from trident.plan.hardware import Device, device_of
-from trident.plan.requests import cluster_of, job_of, layout_of, read_planned
+from trident.plan.requests import cluster_of, job_of, layout_of, read_plan_request
 from trident.plan.search import LayoutEstimate, estimate
 
 TOKENS = 16384  # of a step, in one pass
@@ -40,7 +40,7 @@ def planned_step(step: MeasuredStep, device: Device) -> LayoutEstimate:
     """What the planner says of such a step."""
     flags = [*SHAPES[step.network].flags, "--bf16", "--seq-length", str(step.length)]
     flags += ["--max-position-embeddings", str(step.length), "--micro-batch-size", str(TOKENS // step.length)]
-    _, request = read_planned(flags)
+    _, request = read_plan_request(flags)
     cluster = dataclasses.replace(cluster_of(request, 1), device=device)
     return estimate(job_of(request, cluster), layout_of(request, 1))
 

@@ -1,6 +1,6 @@
-"""Layout-free, pickle-free checkpoints: any layout writes, any layout reads.
+"""Layout-free, pickle-free checkpoints: written by any layout, read by any layout.
 
-Knows pieces of tensors and files; nothing of DeepSpeed and nothing of the training loop.
+Deals with pieces of tensors and files; independent of DeepSpeed and of the training loop.
 """
 
 from megatron.checkpoint.lock import CheckpointLock

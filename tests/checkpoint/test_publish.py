@@ -57,7 +57,7 @@ def test_leftovers_are_removed_and_other_files_are_kept(tmp_path: Path, capsys: 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         *(".old-iter_x", ".run.lock", "latest_checkpointed_iteration.txt", "notes.txt")
     ]
-    assert f"removing {tmp_path}/.tmp-iter_0000003-0af, which an unfinished save left behind" in capsys.readouterr().err
+    assert f"removing {tmp_path}/.tmp-iter_0000003-0af, left behind by an interrupted save" in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_listed_is_only_a_warning_at_the_start(
@@ -107,4 +107,4 @@ def test_what_has_the_name_already_is_left_alone(tmp_path: Path, capsys: pytest.
     (tmp_path / "mine").write_text("notes")
     link_checkpoint(save_state(tmp_path, 3), "mine", Storage())
     assert (tmp_path / "mine").read_text() == "notes"
-    assert "mine exists and is not a link, so iter_0000003 does not get this name" in capsys.readouterr().err
+    assert "mine exists and is not a link, so it cannot link to iter_0000003" in capsys.readouterr().err

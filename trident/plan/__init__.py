@@ -1,5 +1,4 @@
-"""How a run would be before it starts: memory and time of every layout, and which one is the fastest that fits.
+"""Plans a run before it starts: estimates memory and time of every layout, and finds the fastest that fits.
 
-Arithmetic on the configuration alone, without torch; pipeline schedules are compared and drawn here too. What a rank
-in fact sends and holds is walked by `trident/plan/dry_run/`.
+Closed-form arithmetic on the configuration, without torch. `trident/plan/dry_run/` simulates every rank.
 """

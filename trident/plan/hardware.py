@@ -1,4 +1,4 @@
-"""Devices and links: what they can do at most, and what of it was measured."""
+"""Devices and links: their peaks, and the measured fractions of them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of GPU.
+    """A model of GPU.
 
     Attributes:
-        name: as it is asked for.
-        memory_bytes: what a process can allocate.
-        peak: FLOP/s in bfloat16, by its data sheet.
-        product_share: share of the peak that large matrix products reach.
-        saturation: rows and columns at which a product reaches half of that share.
-        attention_share: share of the peak that fused attention reaches over the scores that a causal mask leaves, with
-            long samples and heads of many channels.
-        attention_saturation: tokens, and channels of a head, at which it reaches half of that share.
-        memory_bandwidth: bytes/s that a copy reads and writes.
-        traffic_share: share of that bandwidth that operations other than products reach.
-        host_seconds_per_layer: what the host takes to launch forward and backward of a block.
-        host_seconds_per_step: what it takes around the passes.
-        source: where these numbers come from.
+        name: as in `--device`.
+        memory_bytes: allocatable by a process.
+        peak: FLOP/s in bfloat16, from its data sheet.
+        product_share: fraction of the peak that large matrix products reach.
+        saturation: rows and columns at which a product reaches half of that fraction.
+        attention_share: fraction of the peak that fused causal attention reaches with long samples and wide heads.
+        attention_saturation: tokens, and channels of a head, at which attention reaches half of that fraction.
+        memory_bandwidth: bytes/s read and written by a copy.
+        traffic_share: fraction of that bandwidth that element-wise operations reach.
+        host_seconds_per_layer: time of the host to launch forward and backward of a block.
+        host_seconds_per_step: time of the host outside the passes.
+        source: of these numbers.
     """
 
     name: str
@@ -52,13 +51,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Links:
-    """What connects devices.
+    """The interconnect of devices.
 
     Attributes:
-        within: bytes/s that a device sends to the others of its node.
+        within: bytes/s that a device sends within its node.
         between: bytes/s that it sends to other nodes.
-        latency: seconds of a message, whatever its size.
-        source: where these numbers come from.
+        latency: seconds per message.
+        source: of these numbers.
     """
 
     name: str
@@ -111,7 +110,7 @@ DEVICES: Mapping[str, Device] = types.MappingProxyType(
         "b200": _device("b200", "B200", 178.0, 8000 * _GIGA * 0.89, _SHEET),
     }
 )
-# Bytes/s in one direction. A device has a network card of its own where nothing else is said.
+# Bytes/s in one direction. Each device has its own network card unless noted.
 _WITHIN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
     {
         "nvlink3": (300 * _GIGA, "NVLink of the A100, NVIDIA's page on NVLink: 600 GB/s both ways"),
@@ -132,57 +131,52 @@ _BETWEEN: Mapping[str, tuple[float, str]] = types.MappingProxyType(
 )
 _LATENCY = 10e-6
 DEFAULT_INTERCONNECT = "nvlink+ib400"
-# Of NVIDIA's systems with 8 of these devices, which have a network card for each. Source: DGX A100, 200 Gb/s: Narayanan
+# NVIDIA's systems with 8 devices and a network card for each. Source: DGX A100, 200 Gb/s: Narayanan
 # et al. 2021 (arXiv 2104.04473), section 5; DGX H100, H200 and B200, 400 Gb/s: NVIDIA, "DGX BasePOD", core components.
-_OWN_INTERCONNECT: Mapping[str, str] = types.MappingProxyType(
+_DEFAULT_INTERCONNECTS: Mapping[str, str] = types.MappingProxyType(
     {"a100": "nvlink3+ib200", "a100-40gb": "nvlink3+ib200", "b200": "nvlink5+ib400"}
 )
 
 
 def device_of(name: str) -> Device:
-    """A device by its name, or by the file of its constants that `python -m benchmarks.gpu --constants` writes.
+    """A device by name, or from a file of constants written by `python -m benchmarks.gpu --constants`.
 
     Raises:
-        ConfigError: there is none of this name, or the file has no constants of a device.
+        ConfigError: the name is unknown, or the file has invalid constants.
     """
     if name.endswith(".json"):
         return _read_device(name)
     found = DEVICES.get(name.lower())
     if found is None:
-        raise ConfigError(
-            f"--device {name} is not known to the planner. Use one of {', '.join(DEVICES)}, or FILE.json."
-        )
+        raise ConfigError(f"unknown --device {name}. Use one of {', '.join(DEVICES)}, or FILE.json.")
     return found
 
 
 def _read_device(path: str) -> Device:
-    """A device whose constants are in a file: a mapping of the attributes of `Device`."""
     option = f"--device {path}"
     read = read_json(path, option)
     if not isinstance(read, Mapping):
-        raise ConfigError(f"{option} holds a {type(read).__name__}. It must hold a mapping of constants to values.")
+        raise ConfigError(f"{option} contains a {type(read).__name__}. It must be a mapping of constants to values.")
     values: dict[str, Any] = {}
     names = [field.name for field in dataclasses.fields(Device)]
     problems = [
-        f"{option}: {printable(name)} is not a constant of a device. Use {', '.join(names)}."
-        for name in read
-        if name not in names
+        f"{option}: unknown constant {printable(name)}. Use {', '.join(names)}." for name in read if name not in names
     ]
     for field in dataclasses.fields(Device):
         value: Any = read.get(field.name)
         if field.name in ("name", "source"):
-            is_right, wanted = isinstance(value, str), "a text"
+            is_valid, expected = isinstance(value, str), "a string"
         elif field.name == "attention_saturation":
-            is_right = isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value))
-            value, wanted = tuple(value) if is_right else value, "two numbers above 0"
+            is_valid = isinstance(value, list) and len(value) == 2 and all(map(_is_positive, value))
+            value, expected = tuple(value) if is_valid else value, "two numbers above 0"
         else:
             is_share = field.name.endswith("_share")
-            is_right = _is_positive(value) and (not is_share or value <= 1)
-            wanted = "a number above 0" + " and at most 1" * is_share
+            is_valid = _is_positive(value) and (not is_share or value <= 1)
+            expected = "a number above 0" + " and at most 1" * is_share
         values[field.name] = value
-        if not is_right:
+        if not is_valid:
             shown = "missing" if field.name not in read else printable(value)
-            problems.append(f"{option}: {field.name} is {shown}. It must be {wanted}.")
+            problems.append(f"{option}: {field.name} is {shown}. It must be {expected}.")
     if problems:
         raise ConfigError(problems)
     return Device(**values)
@@ -193,12 +187,12 @@ def _is_positive(value: object) -> bool:
 
 
 def links_of_device(name: str) -> Links:
-    """What connects the devices of this name where nothing else is said."""
-    return links_of(_OWN_INTERCONNECT.get(name.lower(), DEFAULT_INTERCONNECT))
+    """The default interconnect of a device."""
+    return links_of(_DEFAULT_INTERCONNECTS.get(name.lower(), DEFAULT_INTERCONNECT))
 
 
 def links_of(name: str) -> Links:
-    """What a description such as `nvlink+ib400` stands for: within nodes, and between them.
+    """The interconnect of a description such as `nvlink+ib400`: within nodes, and between them.
 
     Raises:
         ConfigError: a part of it is unknown.
@@ -206,7 +200,7 @@ def links_of(name: str) -> Links:
     within, _, between = name.lower().partition("+")
     if within not in _WITHIN or between not in _BETWEEN:
         raise ConfigError(
-            f"--interconnect {name} is not known. Use one of {', '.join(_WITHIN)}, a plus sign, and one of "
+            f"unknown --interconnect {name}. Use one of {', '.join(_WITHIN)}, a plus sign, and one of "
             f"{', '.join(_BETWEEN)}, such as {DEFAULT_INTERCONNECT}."
         )
     sources = f"{_WITHIN[within][1]}; {_BETWEEN[between][1]}"

@@ -1,4 +1,4 @@
-"""What is to be planned: a network, its batches and the devices, whatever the layout."""
+"""The job to plan: a network, its batches and the devices, independent of the layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trident.plan.layouts import Layout, blocks_of_chunks
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters on a rank: those that all its replicas have, and those of experts, which only some have."""
+    """Parameters on a rank: dense ones, replicated on all data-parallel ranks, and those of its experts."""
 
     dense: int
     experts: int = 0
@@ -43,7 +43,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the network that a pipeline rank has: blocks, and as the first or last one an end of it."""
+    """The blocks of a pipeline rank, and the ends of the network that it has."""
 
     blocks: Sequence[int]
     first: bool
@@ -52,21 +52,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be planned.
+    """A training job.
 
     Attributes:
-        model: the architecture; its vocabulary is padded.
-        sequence_length: tokens of a sample.
-        global_batch: samples of a step.
+        model: the architecture, with padded vocabulary.
+        sequence_length: tokens per sample.
+        global_batch: samples per step.
         weight_bytes: bytes of a weight and of an activation, 2 or 4.
         cluster: the devices.
-        has_fused_kernels: whether attention keeps no scores and a gated activation only its input, as on GPUs.
-        block_state_bytes: bytes that the optimizer keeps of an element of a block, beside its fp32 weight.
-        end_state_bytes: the same of embeddings and the head.
-        is_orthogonalized: whether the matrices of blocks are brought together for the update, as by Muon.
-        offloads_optimizer: whether the optimizer's part is in the memory of the host.
-        head_share: in how many of all tokens it passes through the head.
-        division: of the blocks over the chunks of a pipeline.
+        has_fused_kernels: attention stores no scores and a gated activation only its input, as on GPUs.
+        block_state_bytes: optimizer state per element of a block, without its fp32 weight.
+        end_state_bytes: optimizer state per element of embeddings and head.
+        is_orthogonalized: matrices of blocks are gathered for the update, as in Muon.
+        offloads_optimizer: the optimizer state is in host memory.
+        head_share: fraction of the tokens that pass through the head.
+        division: of the blocks over pipeline chunks.
     """
 
     model: ModelConfig
@@ -84,7 +84,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens per step."""
         return self.sequence_length * self.global_batch
 
     @cached_property
@@ -96,22 +96,20 @@ class Job:
 
     @cached_property
     def block_costs(self) -> tuple:  # type: ignore[type-arg]
-        """The cost of each block, those of multi-token prediction last."""
+        """The cost of each block, with multi-token prediction last."""
         blocks = range(self.model.num_layers + self.model.mtp_num_layers)
         return tuple(block_cost(self.model, index) for index in blocks)
 
     @cached_property
     def head_flops(self) -> int:
-        """Forward FLOPs of the head for a token, as the mean of all tokens, and of what multi-token prediction computes
-        besides its blocks.
-        """
+        """Mean forward FLOPs per token of the head, and of multi-token prediction outside its blocks."""
         model, head = self.model, heads_cost(self.model).flops_per_token
         return int(self.head_share * head) + model.mtp_num_layers * (head + 4 * model.hidden_size**2)
 
     def chunks(self, placement: Placement) -> tuple[tuple[range, ...], Mapping[int, int]]:
-        """The blocks of each chunk of a pipeline, and the ranks that differ, see `blocks_of_chunks`.
+        """The blocks of each pipeline chunk, and the kinds of ranks, see `blocks_of_chunks`.
 
-        Those of multi-token prediction are in the last chunk.
+        Multi-token prediction is in the last chunk.
         """
         layers = self.model.num_layers
         after = self.head_flops + sum(self._block_flops[layers:])
@@ -119,9 +117,9 @@ class Job:
         return (*chunks[:-1], range(chunks[-1].start, len(self._block_flops))), ranks
 
     def stage(self, placement: Placement, rank: int) -> Stage:
-        """The part of the network that a pipeline rank has."""
-        (chunks, _), own = self.chunks(placement), placement.chunks_of(rank)
-        return Stage([block for chunk in own for block in chunks[chunk]], 0 in own, len(chunks) - 1 in own)
+        """The stage of a pipeline rank."""
+        (chunks, _), local = self.chunks(placement), placement.chunks_of(rank)
+        return Stage([block for chunk in local for block in chunks[chunk]], 0 in local, len(chunks) - 1 in local)
 
     @cached_property
     def _block_flops(self) -> tuple[int, ...]:
@@ -130,11 +128,11 @@ class Job:
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of a step, without what is recomputed."""
+        """FLOPs per step, without recomputation."""
         return self.global_batch * model_flops_per_sample(self.model, self.sequence_length)
 
     def block_parameters(self, index: int, layout: Layout) -> Parameters:
-        """The parameters of a block on a rank."""
+        """Parameters of a block on a rank."""
         model, tp = self.model, layout.tp
         hidden, attention = model.hidden_size, attention_matrices(model, tp)
         whole = self.block_costs[index]
@@ -151,11 +149,11 @@ class Job:
         )
 
     def blocks_parameters(self, layout: Layout, stage: Stage) -> Parameters:
-        """The parameters of a stage's blocks on a rank."""
+        """Parameters of a stage's blocks on a rank."""
         return sum((self.block_parameters(block, layout) for block in stage.blocks), Parameters(0))
 
     def ends_parameters(self, layout: Layout, stage: Stage) -> Parameters:
-        """The parameters before the first block and after the last one on a rank of a stage."""
+        """Parameters outside the blocks on a rank of a stage."""
         model, first, dense = self.model, stage.first, 0
         if first:
             dense += self._embedding(layout.tp)
@@ -178,7 +176,7 @@ class Job:
         return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
 
     def _joining(self, tp: int) -> int:
-        """What a depth of multi-token prediction has besides its block: a projection and three norms."""
+        """Parameters of a multi-token prediction depth outside its block: a projection and three norms."""
         return 2 * self.model.hidden_size**2 // tp + 3 * norm_size(self.model)
 
     def _embedding(self, tp: int) -> int:

@@ -1,4 +1,4 @@
-"""A layout: how a run is divided over devices, and the flags that ask for it."""
+"""A layout: the division of a run over devices, and the flags that select it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.building import ScheduleCosts, schedule_costs
 from megatron.parallel.schedule.division import Division
 
-# Rounds, of as many micro-batches as there are ranks, whose times say what more of them take. Between the two numbers
-# are whole periods of most schedules, whose rounds repeat after 1, 3 or 4; idle shares come out right within 0.01.
+# Rounds (one micro-batch per rank) that are simulated to extrapolate the time of more. Their difference is a multiple
+# of the period of most schedules (1, 3 or 4 rounds); idle ratios are then within 0.01.
 _FEW_ROUNDS, _MOST_ROUNDS = 16, 64
-NOTHING, ATTENTION, BLOCKS = "none", "selective", "full"  # what is recomputed
+NOTHING, ATTENTION, BLOCKS = "none", "selective", "full"  # recomputation
 _RECOMPUTE_FLAGS = {
     NOTHING: ("--no-checkpoint-activations",),
     ATTENTION: ("--recompute-granularity", "selective"),
@@ -27,18 +27,18 @@ _RECOMPUTE_FLAGS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is divided over devices.
+    """The division of a run over devices.
 
     Attributes:
         tp, cp, ulysses, ep, pp, dp: the sizes of the axes; `ep` divides `expert_copies`.
-        splits_sequence: whether tensor-parallel ranks have different tokens between products.
-        schedule: of the pipeline, by name or file.
-        chunks: parts of the network on each pipeline rank.
+        splits_sequence: sequence parallelism over the tensor-parallel ranks.
+        schedule: the pipeline schedule, a name or a file.
+        chunks: model chunks per pipeline rank.
         zero: the ZeRO stage.
-        recompute: nothing, attention or whole blocks.
-        micro_batch: samples of a pass.
-        micro_batches: passes of a step.
-        keeps_experts_whole: whether experts are divided over the tensor-parallel ranks too, in place of being split.
+        recompute: none, attention or whole blocks.
+        micro_batch: samples per micro-batch.
+        micro_batches: micro-batches per step.
+        keeps_experts_whole: tensor-parallel ranks hold different experts instead of shards of each.
     """
 
     tp: int
@@ -62,16 +62,16 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Ranks over which gradients are averaged and ZeRO divides its share."""
+        """Ranks that average gradients and partition ZeRO's state."""
         return self.dp * self.cp * self.ulysses
 
     @property
     def expert_copies(self) -> int:
-        """Ranks of a stage that hold different experts or copies of them."""
+        """Ranks of a stage that hold different experts or replicas of them."""
         return self.replicas * (self.tp if self.keeps_experts_whole else 1)
 
     def zero_stage(self, weight_bytes: int) -> int:
-        """The ZeRO stage that is run: the fp32 copies of weights in half precision are always divided."""
+        """The effective ZeRO stage: master weights of half-precision training are always partitioned."""
         return self.zero if weight_bytes == 4 else max(self.zero, 1)
 
     @property
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def recomputes_attention(self) -> bool:
-        """True where attention by itself is computed anew in backward; in a ring, which keeps no scores, never."""
+        """True if attention alone is recomputed in backward; never in a ring, which stores no scores."""
         return self.recompute == ATTENTION and self.cp == 1
 
     @property
@@ -89,20 +89,20 @@ class Layout:
         """Samples of a step."""
         return self.micro_batch * self.micro_batches * self.dp
 
-    def words(self) -> list[str]:
-        """The flags that ask for this layout."""
-        words = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
-        words += ["--sequence-parallel" if self.splits_sequence else "--no-sequence-parallel"]
-        words += ["--zero-stage", str(self.zero), "--micro-batch-size", str(self.micro_batch)]
-        words += ["--global-batch-size", str(self.global_batch), *_RECOMPUTE_FLAGS[self.recompute]]
+    def flags(self) -> list[str]:
+        """The flags that select this layout."""
+        flags = ["--tensor-model-parallel-size", str(self.tp), "--pipeline-model-parallel-size", str(self.pp)]
+        flags += ["--sequence-parallel" if self.splits_sequence else "--no-sequence-parallel"]
+        flags += ["--zero-stage", str(self.zero), "--micro-batch-size", str(self.micro_batch)]
+        flags += ["--global-batch-size", str(self.global_batch), *_RECOMPUTE_FLAGS[self.recompute]]
         if self.pp > 1:
-            words += ["--pipeline-schedule", self.schedule]
+            flags += ["--pipeline-schedule", self.schedule]
         if self.chunks > 1:
-            words += ["--virtual-pipeline-model-parallel-size", str(self.chunks)]
-        # Sizes of 1 as well: the command that this is added to may have another.
-        words += ["--context-parallel-size", str(self.cp), "--ds-sequence-parallel-size", str(self.ulysses)]
-        words += ["--expert-tensor-parallel-size", "1" if self.keeps_experts_whole else str(self.tp)]
-        return [*words, "--expert-model-parallel-size", str(self.ep)]
+            flags += ["--virtual-pipeline-model-parallel-size", str(self.chunks)]
+        # Sizes of 1 too: they override other sizes in the command.
+        flags += ["--context-parallel-size", str(self.cp), "--ds-sequence-parallel-size", str(self.ulysses)]
+        flags += ["--expert-tensor-parallel-size", "1" if self.keeps_experts_whole else str(self.tp)]
+        return [*flags, "--expert-model-parallel-size", str(self.ep)]
 
     def __str__(self) -> str:
         axes = {"tp": self.tp, "cp": self.cp, "ulysses": self.ulysses, "pp": self.pp, "dp": self.dp, "ep": self.ep}
@@ -114,9 +114,7 @@ class Layout:
 
 
 def costs_of_schedule(name: str, ranks: int, chunks: int, micro_batches: int) -> ScheduleCosts:
-    """What a schedule costs, as `schedule_costs` says; rounds beyond `_MOST_ROUNDS` are not simulated: each takes as
-    long as the later ones of these.
-    """
+    """The costs of a schedule, see `schedule_costs`; rounds beyond `_MOST_ROUNDS` are extrapolated."""
     if ranks == 1 and chunks == 1:
         return ScheduleCosts(0.0, (1,), Placement.loop(1, 1))
     rounds, last = divmod(micro_batches, ranks)
@@ -124,7 +122,7 @@ def costs_of_schedule(name: str, ranks: int, chunks: int, micro_batches: int) ->
         return schedule_costs(name, ranks, chunks, micro_batches)
     counts = [_FEW_ROUNDS * ranks + last, _MOST_ROUNDS * ranks + last]
     few, many = (schedule_costs(name, ranks, chunks, count) for count in counts)
-    # Times in passes of a micro-batch through the chunks of a rank.
+    # In units of a micro-batch's pass through the chunks of a rank.
     before, after = (count / (1 - costs.idle) for count, costs in zip(counts, (few, many), strict=True))
     end = after + (micro_batches - counts[1]) * max(1.0, (after - before) / (counts[1] - counts[0]))
     return dataclasses.replace(many, idle=1 - micro_batches / end)
@@ -134,17 +132,16 @@ def costs_of_schedule(name: str, ranks: int, chunks: int, micro_batches: int) ->
 def blocks_of_chunks(
     blocks: tuple[int, ...], head: int, placement: Placement, division: Division
 ) -> tuple[tuple[range, ...], Mapping[int, int]]:
-    """The blocks of each chunk of the network, and the pipeline ranks that differ: the first one of each kind, and how
-    many there are of it.
+    """Divides blocks into chunks; also groups equal pipeline ranks: the first rank of each kind and their number.
 
     Args:
-        blocks, head: what each block and the head cost.
+        blocks, head: the costs of each block and of the head.
     """
     bounds = [0, *accumulate(division.counts(blocks, (0, head), placement))]
-    chunks = tuple(range(begin, end) for begin, end in pairwise(bounds))
+    chunks = tuple(range(start, end) for start, end in pairwise(bounds))
     kinds: dict[object, list[int]] = {}
     for rank in range(placement.ranks):
-        own = placement.chunks_of(rank)
-        costs = tuple(tuple(blocks[block] for block in chunks[chunk]) for chunk in own)
-        kinds.setdefault((costs, 0 in own, len(chunks) - 1 in own), []).append(rank)
+        local = placement.chunks_of(rank)
+        costs = tuple(tuple(blocks[block] for block in chunks[chunk]) for chunk in local)
+        kinds.setdefault((costs, 0 in local, len(chunks) - 1 in local), []).append(rank)
     return chunks, MappingProxyType({ranks[0]: len(ranks) for ranks in kinds.values()})

@@ -1,4 +1,4 @@
-"""Bytes on a rank by kind, in closed form: what is held between steps, and what a step adds at its peak."""
+"""Closed-form memory of a rank by kind: state held between steps, and the peak of a step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from trident.plan.job import Job, Parameters, Stage
 from trident.plan.layouts import BLOCKS, Layout, costs_of_schedule
 
 _FP32 = 4
-# What an allocator cannot use between blocks of memory, and what the libraries of a GPU take: an allowance.
-_MARGIN = 0.05
-# Logits that the loss holds at once, see `megatron/parallel/tensor/head_loss.py`.
+_MARGIN = 0.05  # allowance for fragmentation and GPU libraries
+# Size of a chunk of logits in the loss, see `megatron/parallel/tensor/head_loss.py`.
 _LOGITS, _LOGIT_ROWS = 1 << 27, 2048
 _CPU_LOGITS, _CPU_LOGIT_ROWS = 1 << 22, 384
-# Elements of a bucket of gradients that ZeRO stage 2 averages at once, and of the weights that stage 3 gathers ahead.
+# Elements of a gradient bucket of ZeRO stage 2, and of the weights that stage 3 prefetches.
 REDUCE_BUCKET = 500_000_000
 _PREFETCH = 1_000_000_000
 
@@ -26,14 +25,14 @@ class Memory:
     """Bytes on one rank at the peak of a step.
 
     Attributes:
-        weights: what the network computes with.
-        gradients: their sums, and those of a backward pass until they are added.
-        held_gradients: their sums.
-        optimizer: fp32 copies of the weights, moments and means of weights, unless they are in the host's memory.
-        activations: what forward passes keep for backward passes, of all that are under way.
-        buffers: logits, messages, and blocks that are recomputed.
+        weights: model weights.
+        gradients: accumulated gradients, and those of a backward pass that are not yet accumulated.
+        held_gradients: accumulated gradients.
+        optimizer: master weights, moments and averaged weights, unless offloaded.
+        activations: activations stored for the backward passes of all micro-batches in flight.
+        buffers: logits, messages, and recomputed blocks.
         margin: allowance for fragmentation and libraries.
-        host: what is in the memory of the host, which is none of the others.
+        host: offloaded to host memory, not part of the others.
     """
 
     weights: int
@@ -47,7 +46,7 @@ class Memory:
 
     @property
     def counted(self) -> int:
-        """All but the margin."""
+        """Everything except the margin."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
     @property
@@ -62,24 +61,23 @@ class Memory:
 
 
 def memory_of(job: Job, layout: Layout) -> Memory:
-    """The memory of the pipeline rank that needs the most."""
+    """The memory of the fullest pipeline rank."""
     ranks = memory_of_ranks(job, layout)
     return max(ranks, key=lambda memory: memory.total)
 
 
 def memory_of_ranks(job: Job, layout: Layout) -> list[Memory]:
-    """The memory of the pipeline ranks; of those with equal blocks the first, which holds the most activations."""
+    """The memory of pipeline ranks; of those with equal blocks only the first, which stores the most activations."""
     costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     chunks, ranks = job.chunks(costs.placement)
-    found = []
+    memories = []
     for rank in ranks:
         largest = max((chunks[chunk] for chunk in costs.placement.chunks_of(rank)), key=len)
-        found.append(_memory_at(job, layout, job.stage(costs.placement, rank), largest, costs.peak_alive[rank]))
-    return found
+        memories.append(_memory_at(job, layout, job.stage(costs.placement, rank), largest, costs.peak_alive[rank]))
+    return memories
 
 
 def _memory_at(job: Job, layout: Layout, stage: Stage, largest: range, alive: int) -> Memory:
-    """The memory of a rank of a stage, whose largest chunk is given."""
     ends, blocks = job.ends_parameters(layout, stage), job.blocks_parameters(layout, stage)
     state = _state(job, layout, ends, blocks)
     gradients, optimizer = state.on_device - state.parameters, state.optimizer
@@ -89,7 +87,7 @@ def _memory_at(job: Job, layout: Layout, stage: Stage, largest: range, alive: in
         gradients -= optimizer
     kept = sum(block_activations(job, layout, block) for block in largest)
     activations = int(alive * kept)
-    # A backward pass leaves gradients while it frees activations.
+    # A backward pass allocates gradients while it frees activations.
     passing = job.weight_bytes * (ends + blocks).total // layout.chunks if layout.zero in (1, 2) else 0
     at_peak = gradients + max(0, passing - kept)
     buffers = _buffers(job, layout, largest, last=stage.last)
@@ -99,22 +97,21 @@ def _memory_at(job: Job, layout: Layout, stage: Stage, largest: range, alive: in
 
 
 def _state(job: Job, layout: Layout, ends: Parameters, blocks: Parameters) -> Amounts:
-    """Bytes of weights, gradients and optimizer."""
     stage = layout.zero_stage(job.weight_bytes)
     counts = [ends.dense, blocks.dense, blocks.experts]
     ranks = [layout.replicas, layout.replicas, layout.expert_copies // layout.ep]
     states = [job.end_state_bytes, job.block_state_bytes, job.block_state_bytes]
-    how = Partitioning(stage, layout.replicas, job.offloads_optimizer, weight_bytes=job.weight_bytes)
-    return predicted_bytes([[count] for count in counts], how, ranks, states)
+    partitioning = Partitioning(stage, layout.replicas, job.offloads_optimizer, weight_bytes=job.weight_bytes)
+    return predicted_bytes([[count] for count in counts], partitioning, ranks, states)
 
 
 def local_tokens(job: Job, layout: Layout) -> int:
-    """Tokens of a micro-batch on a rank, between products that do not split them."""
+    """Tokens of a micro-batch on a rank, without sequence parallelism over tensor-parallel ranks."""
     return layout.micro_batch * job.sequence_length // layout.sequence
 
 
 def block_activations(job: Job, layout: Layout, index: int) -> int:
-    """Bytes that the forward pass of a block keeps for its backward pass, of one micro-batch."""
+    """Bytes that a block stores of one micro-batch for its backward pass."""
     tokens, tp = local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
     if layout.recompute == BLOCKS:
@@ -123,18 +120,18 @@ def block_activations(job: Job, layout: Layout, index: int) -> int:
 
 
 def _whole_activations(job: Job, layout: Layout, index: int) -> int:
-    """The same of a block of which at most attention is recomputed.
+    """Bytes that a block stores without recomputation, or with recomputed attention.
 
-    In elements a token: inputs and outputs of two norms, the projection to queries, keys and values, rotated copies,
-    the output of attention, its gate, that gate's sigmoid and their product, and input and output of the activation.
-    Statistics of rows are in fp32.
+    Elements per token: inputs and outputs of two norms, the projection to queries, keys and values, rotated copies, the
+    output of attention, its gate, that gate's sigmoid and their product, and input and output of the activation. Row
+    statistics are in fp32.
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
     heads = model.num_attention_heads / tp
     elements = 4 * model.hidden_size / within + _attention_elements(job, tp, within)
     elements += _feed_forward_elements(job, index) / tp
-    if index >= model.num_layers:  # what is joined, its norms and the norm of the result
+    if index >= model.num_layers:  # multi-token prediction: two inputs, their norms and the final norm
         elements += 7 * model.hidden_size / within
     statistics = 0.0 if layout.recomputes_attention else heads * _FP32
     scores = 0.0
@@ -144,7 +141,7 @@ def _whole_activations(job: Job, layout: Layout, index: int) -> int:
 
 
 def _attention_elements(job: Job, tp: int, within: int) -> float:
-    """Elements a token that attention keeps on a rank, between its norm and its output matrix."""
+    """Elements per token that attention stores on a rank, between its norm and its output projection."""
     model, size, heads = job.model, job.model.kv_channels, job.model.num_attention_heads / tp
     if model.multi_latent_attention:  # latents before and after their norms; queries, keys and padded values; results
         latents = 2 * (model.q_lora_rank or 0) + model.latent_width + model.kv_lora_rank
@@ -155,7 +152,7 @@ def _attention_elements(job: Job, tp: int, within: int) -> float:
 
 
 def _feed_forward_elements(job: Job, index: int) -> float:
-    """Elements a token that the feed-forward of a block keeps, over all tensor-parallel ranks."""
+    """Elements per token that the MLP of a block stores on all tensor-parallel ranks together."""
     model = job.model
     inputs = 2 if model.gated_linear_unit else 1
     kept = inputs + 1 + (0 if job.has_fused_kernels or not model.gated_linear_unit else 1)
@@ -167,12 +164,12 @@ def _feed_forward_elements(job: Job, index: int) -> float:
 
 
 def _buffers(job: Job, layout: Layout, blocks: range, *, last: bool) -> int:
-    """Bytes that are there for parts of a step only."""
+    """Bytes allocated for parts of a step only."""
     model, tokens = job.model, local_tokens(job, layout)
     hidden = tokens * model.hidden_size * job.weight_bytes
     needed = 0
     if layout.splits_sequence:
-        needed += 2 * hidden  # tokens of all tensor-parallel ranks, in a product and in its backward pass
+        needed += 2 * hidden  # gathered tokens of a matrix product, forward and backward
     if layout.recompute == BLOCKS and len(blocks):
         needed += _whole_activations(job, layout, blocks[0])
     if layout.pp > 1:
@@ -188,7 +185,7 @@ def _buffers(job: Job, layout: Layout, blocks: range, *, last: bool) -> int:
 
 
 def _head_buffers(job: Job, layout: Layout) -> int:
-    """A chunk of logits, the gradients of hidden states, and those of the head's weight, summed in fp32 over chunks."""
+    """Bytes of a chunk of logits, gradients of hidden states, and the head's gradient, summed in fp32 over chunks."""
     model, tokens = job.model, local_tokens(job, layout)
     columns = model.padded_vocab_size // layout.tp
     values, least = (_LOGITS, _LOGIT_ROWS) if job.has_fused_kernels else (_CPU_LOGITS, _CPU_LOGIT_ROWS)

@@ -1,7 +1,7 @@
-"""Bytes that a rank sends in a step, by axis, with ring collectives.
+"""Bytes that a rank sends in a step, by axis, assuming ring collectives.
 
-`tests/trident/plan/test_messages.py` compares them with what a simulated step records. Messages whose size does not
-grow with hidden states or weights are left out: sums of losses and norms, maxima of logits, counts of tokens.
+`tests/trident/plan/test_messages.py` compares them with the messages of a simulated step. Messages whose size does not
+grow with hidden states or weights are ignored: sums of losses and norms, maxima of logits, counts of tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FP32 = 4
 
 
 def sent_in_passes(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
-    """Bytes that a rank of a stage sends in all passes of a step, by axis, but to other stages."""
+    """Bytes that a rank of a stage sends in all passes of a step, by axis, except to other stages."""
     model, blocks, passes, k = job.model, stage.blocks, layout.micro_batches, job.weight_bytes
     tokens, again = local_tokens(job, layout), layout.recompute == BLOCKS
     hidden = tokens * model.hidden_size * k
@@ -27,7 +27,7 @@ def sent_in_passes(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
         sent["tp"] = passes * gathers * (layout.tp - 1) / layout.tp * hidden
     if layout.sequence > 1:
         groups = max(model.num_query_groups / layout.tp, 1) * model.kv_channels
-        ring = (2 + again) * (layout.cp - 1) * k + _FP32 * layout.cp  # gradients in fp32 end where they came from
+        ring = (2 + again) * (layout.cp - 1) * k + _FP32 * layout.cp  # fp32 gradients return to their rank
         sent["cp"] = passes * len(blocks) * tokens * 2 * groups * ring * (layout.cp > 1)
         heads = 2 * model.num_attention_heads / layout.tp * model.kv_channels + 2 * groups
         share = (layout.ulysses - 1) / layout.ulysses
@@ -35,16 +35,17 @@ def sent_in_passes(job: Job, layout: Layout, stage: Stage) -> dict[str, float]:
     if layout.ep > 1:
         routed = sum(model.has_experts(block) for block in blocks)
         share = (layout.ep - 1) / layout.ep
-        own = hidden / layout.tp if layout.keeps_experts_whole else hidden
-        sent["ep"] = passes * routed * (4 + 2 * again) * share * model.moe_router_topk * own
+        local = hidden / layout.tp if layout.keeps_experts_whole else hidden
+        sent["ep"] = passes * routed * (4 + 2 * again) * share * model.moe_router_topk * local
     return sent
 
 
 def _gathers(job: Job, layout: Layout, index: int) -> float:
-    """How many times a block gathers hidden states over tensor-parallel ranks, or scatters their sums, forward and
-    backward; an all-reduce is two. What a product takes in is gathered anew for the gradient of its weight, and of
-    latents only they are exchanged. Blocks that are computed again leave out the last sum, but for experts.
+    """All-gathers and reduce-scatters of a block over tensor-parallel ranks, forward and backward, in units of hidden
+    states; an all-reduce counts twice.
     """
+    # The inputs of matrix products are gathered again for the gradients of weights. Latent attention exchanges latents
+    # only. Recomputation skips the last sum of a block, except for experts.
     model, again, splits = job.model, layout.recompute == BLOCKS, layout.splits_sequence
     hidden = model.hidden_size
     taken = kept = 1.0
@@ -52,7 +53,7 @@ def _gathers(job: Job, layout: Layout, index: int) -> float:
         queries = model.q_lora_rank or hidden
         taken, kept = (queries + model.latent_width) / hidden, (queries + model.kv_lora_rank) / hidden
     attention = (2 + (2 + again) * taken + kept + again) if splits else 2 + 2 * taken + 2 * again
-    if model.num_query_groups % layout.tp:  # all ranks have all keys and values, whose gradients they sum
+    if model.num_query_groups % layout.tp:  # keys and values are replicated: their gradients are summed
         attention += 2 * 2 * model.num_query_groups * model.kv_channels / hidden
     if not model.has_experts(index):
         return attention + (5 + again if splits else 4)
@@ -61,12 +62,12 @@ def _gathers(job: Job, layout: Layout, index: int) -> float:
 
 
 def _multi_token_gathers(layout: Layout) -> float:
-    """The same of what a depth of multi-token prediction has beside its block: embedding, joining and head."""
+    """Gathers of a multi-token prediction depth outside its block: embedding, projection and head."""
     return 11 if layout.splits_sequence else 8 + 1 / layout.tp
 
 
 def sent_to_stages(job: Job, layout: Layout, placement: Placement, rank: int) -> float:
-    """Bytes that a pipeline rank sends to others in a step: hidden states to the next chunk, gradients to the last."""
+    """Bytes that a pipeline rank sends to other stages: hidden states to the next chunk, gradients to the previous."""
     owners = [placement.owner(chunk) for chunk in range(placement.chunks)]
     neighbours = [(chunk, other) for chunk in placement.chunks_of(rank) for other in (chunk - 1, chunk + 1)]
     count = sum(0 <= other < len(owners) and owners[other] != rank for _, other in neighbours)
@@ -74,29 +75,26 @@ def sent_to_stages(job: Job, layout: Layout, placement: Placement, rank: int) ->
 
 
 def boundary_bytes(job: Job, layout: Layout) -> float:
-    """Bytes of the hidden states of a micro-batch between two stages."""
+    """Size of the hidden states of a micro-batch between two stages."""
     within = layout.tp if layout.splits_sequence else 1
     return local_tokens(job, layout) * job.model.hidden_size * job.weight_bytes / within
 
 
 def sent_for_gradients(job: Job, layout: Layout, parameters: Parameters) -> tuple[float, float]:
-    """Bytes that a rank sends in a step to average gradients and to gather weights: of what all replicas have, and of
-    experts.
-
-    Gradients are sent in fp32 at stages 0 and 1, once a step; at stage 2 in the dtype of the weights in every pass, and
-    at stage 3 the weights themselves twice a pass. Stage 0 is 1 where weights are in half precision.
-    """
+    """Bytes that a rank sends in a step to average gradients and gather weights: dense, and experts."""
+    # ZeRO 0 and 1 reduce fp32 gradients once per step; 2 reduces gradients in the weights' dtype in every pass; 3 also
+    # gathers the weights twice per pass. With half-precision weights, stage 0 is stage 1.
     k, passes, gathers = job.weight_bytes, layout.micro_batches, 2 + (layout.recompute == BLOCKS)
-    of_stages = 2 * k, _FP32 + k, (2 * passes + 1) * k, passes * (gathers + 1) * k
-    of_element = of_stages[layout.zero_stage(k)]
+    bytes_by_stage = 2 * k, _FP32 + k, (2 * passes + 1) * k, passes * (gathers + 1) * k
+    element_bytes = bytes_by_stage[layout.zero_stage(k)]
     copies = layout.expert_copies // layout.ep
     counts = (parameters.dense, layout.replicas), (parameters.experts, copies)
-    dense, experts = ((ranks - 1) / ranks * of_element * count for count, ranks in counts)
+    dense, experts = ((ranks - 1) / ranks * element_bytes * count for count, ranks in counts)
     return dense, experts
 
 
 def sent_for_tied_weights(job: Job, layout: Layout, stage: Stage) -> float:
-    """Bytes that the ranks with the two copies of the embedding send each other in a step to sum their gradients."""
+    """Bytes that a rank sends in a step to sum the gradients of tied embedding weights."""
     if layout.pp == 1 or stage.first == stage.last or job.model.untie_embeddings_and_output_weights:
         return 0.0
     divided = layout.replicas if layout.zero_stage(job.weight_bytes) else 1
@@ -104,9 +102,9 @@ def sent_for_tied_weights(job: Job, layout: Layout, stage: Stage) -> float:
 
 
 def sent_for_matrices(job: Job, layout: Layout, share: Parameters) -> dict[str, float]:
-    """Bytes that a rank sends to bring the matrices of its blocks together and to divide them again, in fp32.
+    """Bytes that a rank sends to gather the matrices of its blocks and scatter them again, in fp32.
 
-    What it owns of a shard stays. Experts are lists of matrices, which tensor-parallel ranks do not bring together.
+    Matrices of experts are not gathered over tensor-parallel ranks.
     """
     sent: dict[str, float] = {}
     is_divided = layout.zero_stage(job.weight_bytes) > 0
@@ -115,7 +113,7 @@ def sent_for_matrices(job: Job, layout: Layout, share: Parameters) -> dict[str, 
         ("dp", share.experts, layout.expert_copies // layout.ep),
         ("tp", share.dense / layout.replicas, layout.tp),
     ):
-        # Without ZeRO each rank has all of a shard to begin with, and wants all of it back.
+        # Without ZeRO each rank starts with the whole shard, and receives all of it back.
         moved = count if name == "dp" and not is_divided else 2 * count / (ranks if name == "dp" else 1)
         key = f"{name} of matrices"
         sent[key] = sent.get(key, 0.0) + _FP32 * moved * (ranks - 1) / ranks

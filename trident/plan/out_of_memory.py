@@ -1,4 +1,4 @@
-"""What a run that ran out of memory says: what it takes by kind, and the next layout that fits."""
+"""Explains an out-of-memory error: the estimated memory by kind, and the next layout that fits."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron.host_memory import total_memory_bytes
 from megatron.parallel.rank_start import launched_ranks
 from trident.plan.hardware import DEVICES
 from trident.plan.report import memory_lines
-from trident.plan.requests import cluster_of, next_that_fits, read_planned
+from trident.plan.requests import cluster_of, next_fitting, read_plan_request
 
 _CPU_TEXT = "DefaultCPUAllocator: can't allocate memory"
 
 
 @contextlib.contextmanager
 def explained_memory(argv: Sequence[str], request: RunRequest) -> Iterator[None]:
-    """Adds to an error of the allocator what the planner knows about the run.
+    """Adds the planner's estimate to an error of the allocator.
 
     Raises:
-        OutOfMemoryError: the device's memory, or the machine's, was not enough.
+        OutOfMemoryError: the memory of the device or the host is exhausted.
     """
     try:
         yield
@@ -36,29 +36,29 @@ def explained_memory(argv: Sequence[str], request: RunRequest) -> Iterator[None]
         first = (str(failure).splitlines() or [""])[0].rstrip(".")
         try:
             advice = " ".join(_advice(argv, request))
-        except Exception:  # a hint that fails must not replace the error that it is about
+        except Exception:  # a failing hint must not hide the error
             advice = "Use a smaller --micro-batch-size, --recompute-granularity full, or more ranks."
         raise OutOfMemoryError(f"{first}. {advice}") from failure
 
 
 def _advice(argv: Sequence[str], request: RunRequest) -> Iterator[str]:
-    words, _ = read_planned(argv, request.program)
+    words, _ = read_plan_request(argv, request.program)
     ranks = launched_ranks(request.parallel.local_rank)
     cluster = cluster_of(request, ranks.world_size)
     name = device.device_name().lower()
     known = next((each for each in DEVICES.values() if each.name.split("-")[0] in name), cluster.device)
     if device.device_type() == "cuda":
-        room = largest_gpu_memory_bytes() or known.memory_bytes
+        capacity = largest_gpu_memory_bytes() or known.memory_bytes
     else:
-        room = (total_memory_bytes() or known.memory_bytes) / (ranks.world_size if ranks.is_one_node else 1)
+        capacity = (total_memory_bytes() or known.memory_bytes) / (ranks.world_size if ranks.is_one_node else 1)
     cluster = dataclasses.replace(
-        cluster, device=dataclasses.replace(known, memory_bytes=room), devices=ranks.world_size
+        cluster, device=dataclasses.replace(known, memory_bytes=capacity), devices=ranks.world_size
     )
-    own, other = next_that_fits(words, request, cluster)
-    yield f"This layout ({own.layout}) takes by estimate:"
-    yield from (line.strip() + "." for line in memory_lines(own))
+    present, other = next_fitting(words, request, cluster)
+    yield f"Estimate for this layout ({present.layout}):"
+    yield from (line.strip() + "." for line in memory_lines(present))
     if other is None:
-        yield "No other layout of these devices is estimated to take less and fit: use more of them."
+        yield "No smaller layout of these devices is estimated to fit: use more devices."
     else:
-        yield f"The next that fits: {other.layout}: {' '.join(other.layout.words())}."
+        yield f"Next layout that fits: {other.layout}: {' '.join(other.layout.flags())}."
         yield from (line.strip() + "." for line in memory_lines(other))

@@ -1,4 +1,4 @@
-"""A plan as lines of text."""
+"""Formats a plan as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trident.plan.search import LayoutEstimate, LayoutPlan, estimate, neighbours
 
 _GIB, _GB = 2**30, 1e9
 _HOUR = 3600.0
-_EVEN = 0.0005  # a share of tokens per second that is shown as 0.0 %
+_EVEN = 0.0005  # relative difference in tokens per second that is shown as 0.0 %
 
 
 def plan_lines(
@@ -22,31 +22,31 @@ def plan_lines(
     train_tokens: int | None,
     price: float | None,
 ) -> Iterator[str]:
-    """The table of layouts, and the first one in full.
+    """Formats the table of layouts, and the details of the first.
 
     Args:
-        problems: what the rules of flags say of a layout.
-        command: the words to which those of the layout are added.
-        train_tokens: the length of training; None to say nothing about it.
-        price: of a device and hour; None to say nothing about it.
+        problems: validates the flags of a layout.
+        command: the command line to which the flags of the layout are appended.
+        train_tokens: the length of training, if known.
+        price: of a device hour, if known.
     """
     yield title(plan.job)
     if not plan.best:
         yield from _nothing_fits(plan)
         return
-    room = _gib(plan.job.cluster.device.memory_bytes)
-    yield f"{plan.considered:,} layouts looked at, {plan.fitting:,} fit into {room} GiB; first the simplest within 2 %"
+    capacity = _gib(plan.job.cluster.device.memory_bytes)
+    yield f"{plan.considered:,} layouts, {plan.fitting:,} fit into {capacity} GiB; the simplest within 2 % comes first"
     yield from table_lines(plan.best)
     yield ""
     yield from detail_lines(plan.best[0], train_tokens, price)
     yield ""
     yield from neighbour_lines(plan.best[0], problems)
     yield ""
-    yield shlex.join([*command, *plan.best[0].layout.words()])
+    yield shlex.join([*command, *plan.best[0].layout.flags()])
 
 
 def title(job: Job) -> str:
-    """What is planned."""
+    """Formats the network, its batch and its devices."""
     cluster = job.cluster
     return (
         f"{short_count(job.parameters)} parameters, {job.global_batch:,} samples of {job.sequence_length:,} tokens a "
@@ -56,7 +56,7 @@ def title(job: Job) -> str:
 
 
 def table_lines(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
-    """A line for each layout."""
+    """Formats a line per layout."""
     yield f"{'tokens/s':>12} {'MFU':>6} {'step s':>8} {'GiB':>6} {'idle':>6}  layout"
     for each in estimates:
         yield (
@@ -66,34 +66,34 @@ def table_lines(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
 
 
 def detail_lines(chosen: LayoutEstimate, train_tokens: int | None, price: float | None) -> Iterator[str]:
-    """Memory, time and messages of a layout."""
+    """Formats memory, time and messages of a layout."""
     yield f"{chosen.layout}:"
     yield from memory_lines(chosen)
     parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in _largest(chosen.time.parts))
-    yield f"  seconds of a step: {chosen.time.seconds:.3g}: {parts}"
+    yield f"  seconds per step: {chosen.time.seconds:.3g}: {parts}"
     if chosen.time.sent:
         sent = ", ".join(f"{axis} {count / _GB:.3g}" for axis, count in chosen.time.sent.items())
-        yield f"  GB that a rank sends in a step, by axis: {sent}"
+        yield f"  GB sent per rank and step, by axis: {sent}"
     if train_tokens:
         seconds = train_tokens / chosen.tokens_per_second
         hours = seconds / _HOUR * chosen.job.cluster.devices
-        cost = "" if price is None else f", {hours * price:,.0f} at {price:g} a device and hour"
+        cost = "" if price is None else f", {hours * price:,.0f} at {price:g} per device hour"
         yield f"  {train_tokens:,} tokens take {duration(seconds)}, {hours:,.0f} device hours{cost}"
 
 
 def memory_lines(chosen: LayoutEstimate) -> Iterator[str]:
-    """The memory of a rank by kind."""
+    """Formats the memory of a rank by kind."""
     kinds = ", ".join(f"{name} {_gib(count)}" for name, count in chosen.memory.by_kind().items() if count)
-    room = chosen.job.cluster.device.memory_bytes
-    yield f"  GiB on the fullest rank: {_gib(chosen.memory.total)} of {_gib(room)}: {kinds}"
+    capacity = chosen.job.cluster.device.memory_bytes
+    yield f"  GiB on the fullest rank: {_gib(chosen.memory.total)} of {_gib(capacity)}: {kinds}"
     if chosen.memory.host:
         host = _gib(chosen.memory.host)
-        yield f"  GiB of the host's memory for each rank: {host}; the time of the updates there is not counted"
+        yield f"  GiB of host memory per rank: {host}; the time of updates on the host is not included"
 
 
 def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequence[str]]) -> Iterator[str]:
-    """Why layouts that differ in one thing are not the first."""
-    yield "what else there is, each with one change:"
+    """Compares layouts that differ in one setting."""
+    yield "alternatives with one change:"
     for name, layout in neighbours(chosen.job, chosen.layout):
         refused = problems(layout)
         if refused:
@@ -108,11 +108,11 @@ def neighbour_lines(chosen: LayoutEstimate, problems: Callable[[Layout], Sequenc
 
 
 def _change(chosen: LayoutEstimate, other: LayoutEstimate) -> str:
-    """The difference in speed and its reason: what takes longer, what takes less, or both where they come out even."""
+    """The difference in speed and its main cause; for equal speeds, what takes longer and what less."""
     change = other.tokens_per_second / chosen.tokens_per_second - 1
     more, is_even = f"{(other.memory.total - chosen.memory.total) / _GIB:+.1f} GiB", abs(change) < _EVEN
-    memory = "as much memory" if more[1:] == "0.0 GiB" else more
-    reasons = [f"as fast, {memory}" if is_even else f"{change:+.1%} tokens/s"]
+    memory = "same memory" if more[1:] == "0.0 GiB" else more
+    reasons = [f"same speed, {memory}" if is_even else f"{change:+.1%} tokens/s"]
     for sign, before, after in (("+", chosen, other), ("-", other, chosen)):
         part, seconds = _grown(before.time.parts, after.time.parts)
         if seconds > 1e-9 and (is_even or (sign == "-") == (change > 0)):
@@ -121,15 +121,15 @@ def _change(chosen: LayoutEstimate, other: LayoutEstimate) -> str:
 
 
 def _nothing_fits(plan: LayoutPlan) -> Iterator[str]:
-    room = plan.job.cluster.device.memory_bytes
-    yield f"None of {plan.considered:,} layouts fits into {_gib(room)} GiB. Use more devices, or shorter samples."
+    capacity = plan.job.cluster.device.memory_bytes
+    yield f"None of {plan.considered:,} layouts fits into {_gib(capacity)} GiB. Use more devices, or shorter samples."
     if plan.smallest is not None:
-        yield f"The one that needs the least: {plan.smallest.layout}"
+        yield f"Smallest layout: {plan.smallest.layout}"
         yield from memory_lines(plan.smallest)
 
 
 def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[str, float]:
-    """What has grown the most."""
+    """The entry that grew the most, and its growth."""
     names = {*before, *after}
     name = max(sorted(names), key=lambda each: after.get(each, 0) - before.get(each, 0))
     return name, after.get(name, 0) - before.get(name, 0)

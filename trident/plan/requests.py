@@ -1,4 +1,4 @@
-"""From a command line to a plan: what is planned, for which devices, and what the rules of flags say of a layout."""
+"""Turns a command line into a plan: its job, its devices, and the layouts that its flags allow."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from trident.plan.layouts import ATTENTION, BLOCKS, NOTHING, Layout
 from trident.plan.report import detail_lines, plan_lines
 from trident.plan.search import LayoutEstimate, LayoutPlan, estimate, search
 
-USUAL_VOCABULARY = 50257
+DEFAULT_VOCABULARY = 50257
 _DEVICES_PER_NODE = 8
-# A plan needs no data, no tokenizer and no schedule: what is said where a required flag is missing.
+# Values of required flags that a plan does not use: data, tokenizer and learning rate schedule.
 _PLACEHOLDERS = {
     "--data-path": "not-read",
     "--vocab-file": "not-read",
@@ -40,7 +40,7 @@ _PLACEHOLDERS = {
     "--train-iters": "1",
     "--lr": "1e-4",
 }
-# The attributes of a layout that a flag fixes.
+# Attributes of a layout by the flag that fixes them.
 _FIXED = {
     "parallel.tensor_model_parallel_size": "tp",
     "parallel.pipeline_model_parallel_size": "pp",
@@ -58,7 +58,7 @@ _FIXED = {
     "recompute.checkpoint_activations": "recompute",
 }
 _VIRTUAL = "--virtual-pipeline-model-parallel-size"
-# Other names for what the flags of a layout say, which would contradict them: of sequences, and of pipelines.
+# Flags that would contradict those of a layout: of sequences, and of pipelines.
 _SEQUENCE_WORDS = frozenset({"parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"})
 _PIPELINE_WORDS = frozenset(
     {
@@ -70,11 +70,11 @@ _PIPELINE_WORDS = frozenset(
 )
 
 
-def read_planned(argv: Sequence[str], program: Program = NO_PROGRAM) -> tuple[list[str], RunRequest]:
-    """What a command line says of which data, tokenizer and batches may be missing, and the words that say so.
+def read_plan_request(argv: Sequence[str], program: Program = NO_PROGRAM) -> tuple[list[str], RunRequest]:
+    """Reads a command line that may lack data, tokenizer and batch sizes; returns it with placeholders, and parsed.
 
     Raises:
-        ConfigError: with all that is wrong with it beside that.
+        ConfigError: all other problems.
     """
     draft = read_flags(argv, program=program)
     placeholders = dict(_PLACEHOLDERS)
@@ -95,38 +95,37 @@ def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
     """The devices that a request is planned for.
 
     Args:
-        devices: how many, if the request does not say.
+        devices: their number, if the request does not set it.
 
     Raises:
         ConfigError: a name is unknown, or the nodes do not divide the devices.
     """
-    asked = request.planning
-    count = asked.planned_devices or devices or _DEVICES_PER_NODE
+    planning = request.planning
+    count = planning.planned_devices or devices or _DEVICES_PER_NODE
     per_node = min(count, _DEVICES_PER_NODE)
-    if asked.nodes is not None:
-        if count % asked.nodes:
-            raise ConfigError(f"--nodes {asked.nodes} does not divide {count} devices. Use a divisor of {count}.")
-        per_node = count // asked.nodes
-    name = asked.interconnect
-    links = links_of_device(asked.planned_device) if name is None else links_of(name)
-    return Cluster(device_of(asked.planned_device), links, count, per_node)
+    if planning.nodes is not None:
+        if count % planning.nodes:
+            raise ConfigError(f"--nodes {planning.nodes} does not divide {count} devices. Use a divisor of {count}.")
+        per_node = count // planning.nodes
+    name = planning.interconnect
+    links = links_of_device(planning.planned_device) if name is None else links_of(name)
+    return Cluster(device_of(planning.planned_device), links, count, per_node)
 
 
 def job_of(request: RunRequest, cluster: Cluster) -> Job:
-    """What a request trains: a step of one sample a device where it names no global batch, or of those of a schedule's
-    file.
+    """The job of a request. The default global batch is one micro-batch per device, or that of a schedule file.
 
     Raises:
         ConfigError: the request cannot be resolved.
     """
-    vocabulary = request.model.vocab_size or USUAL_VOCABULARY
+    vocabulary = request.model.vocab_size or DEFAULT_VOCABULARY
     batch = request.optim.global_batch_size
     if batch is None:
         batch = (request.optim.micro_batch_size or 1) * cluster.devices
         if is_schedule_file(request.parallel.pipeline_schedule):
             placement, passes, _ = read_orders(request.parallel.pipeline_schedule or "")
             batch = max(1, batch // placement.ranks) * passes
-    # Resolved as one process would: the sizes of the network do not depend on the layout but for padding.
+    # Resolved for one process: except for padding, the sizes of the network do not depend on the layout.
     parallel = dataclasses.replace(
         request.parallel,
         tensor_model_parallel_size=1,
@@ -167,7 +166,7 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
 
 
 def layout_of(request: RunRequest, devices: int) -> Layout:
-    """The layout that a request asks for on this many devices, of which its replicas take a whole part."""
+    """The layout of a request on a number of devices; a remainder that forms no whole replica is unused."""
     parallel, layers = request.parallel, request.model.num_layers
     dp = max(1, devices // parallel.replica_size)
     micro, batch = batch_sizes(request.optim, dp)
@@ -191,20 +190,20 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
     )
 
 
-def rules_of(words: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
-    """What the rules of flags say of a layout, for a command line."""
+def layout_problems(words: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
+    """Returns a function that validates the flags of a layout in a command line."""
 
     @cache
     def problems(layout: Layout) -> Sequence[str]:
-        # A single chunk as well: the command line may ask for others.
-        draft = read_flags([*words, *layout.words(), _VIRTUAL, str(layout.chunks)], program=program)
+        # A single chunk too: it overrides the command line.
+        draft = read_flags([*words, *layout.flags(), _VIRTUAL, str(layout.chunks)], program=program)
         return draft.problems or world_problems(draft.request(), devices) or _file_problems(layout)
 
     return problems
 
 
 def _file_problems(layout: Layout) -> Sequence[str]:
-    """Why a schedule of a file is not one of this layout."""
+    """Mismatches of a layout and its schedule file."""
     if is_schedule_file(layout.schedule):
         try:
             build_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
@@ -214,121 +213,116 @@ def _file_problems(layout: Layout) -> Sequence[str]:
 
 
 def without_fields(words: Sequence[str], fields: frozenset[str]) -> list[str]:
-    """A command line without the flags that set one of these fields, by "section.field"."""
+    """A command line without the flags that set these fields ("section.field")."""
     return [word for written, meant in flags_with_fields(words) if not meant & fields for word in written]
 
 
-def planned(words: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
-    """The plan of a command line whose flags of the layout are taken as given.
-
-    Args:
-        words: the command line, with placeholders for what a plan does not need.
-        request: what it says.
-    """
+def plan_request(words: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
+    """The plan of a command line, with the given layout flags fixed; see `read_plan_request`."""
     cluster = cluster_of(request)
     words = without_fields(words, _SEQUENCE_WORDS)
-    job, problems = job_of(request, cluster), rules_of(words, cluster.devices, request.program)
-    own = layout_of(request, cluster.devices)
-    given = [place for place in _FIXED if request.provenance.get(place) == GIVEN]
-    fixed = {_FIXED[place]: getattr(own, _FIXED[place]) for place in given}
-    fixed = _fixed_elsewhere(request, own, fixed) | fixed
-    if request.parallel.sequence_parallel and "tp" not in fixed:  # on one rank there is nothing to split
+    job, problems = job_of(request, cluster), layout_problems(words, cluster.devices, request.program)
+    requested = layout_of(request, cluster.devices)
+    given = [field for field in _FIXED if request.provenance.get(field) == GIVEN]
+    fixed = {_FIXED[field]: getattr(requested, _FIXED[field]) for field in given}
+    fixed = _otherwise_fixed(request, requested, fixed) | fixed
+    if request.parallel.sequence_parallel and "tp" not in fixed:  # no effect with tp 1
         fixed.pop("splits_sequence", None)
     plan = search(job, problems, fixed)
     if not plan.considered:
-        sizes = [(place.split(".")[1], attrgetter(place)(request)) for place in given]
+        sizes = [(field.split(".")[1], attrgetter(field)(request)) for field in given]
         flags = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in sizes)
         passes = f" for {fixed['micro_batches']} micro-batches" if "micro_batches" in fixed else ""
         raise ConfigError(
-            f"No layout of {cluster.devices:,} devices and --global-batch-size {job.global_batch:,} has what is given "
-            f"by {flags or 'the sizes of the network'}{passes}. Drop a flag, or use another --global-batch-size."
+            f"No layout of {cluster.devices:,} devices and --global-batch-size {job.global_batch:,} satisfies "
+            f"{flags or 'the sizes of the network'}{passes}. Drop a flag, or use another --global-batch-size."
         )
     return plan, problems
 
 
-def _fixed_elsewhere(request: RunRequest, own: Layout, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """What else is fixed by flags of sequences and of pipelines, and by the file of a schedule.
+def _otherwise_fixed(request: RunRequest, requested: Layout, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a layout fixed by other flags of sequences and pipelines, and by a schedule file.
 
     Args:
-        fixed: what is given by flags of a layout's own.
+        fixed: the attributes fixed by `_FIXED`.
 
     Raises:
-        ConfigError: the file of a schedule is for something else.
+        ConfigError: the schedule file contradicts them.
     """
     parallel, more = request.parallel, dict[str, Any]()
     if parallel.cp_comm_type != RING:
-        more |= {"cp": own.cp, "ulysses": own.ulysses}
+        more |= {"cp": requested.cp, "ulysses": requested.ulysses}
     if parallel.enable_zbh1_pipeline:
-        more["schedule"] = own.schedule
+        more["schedule"] = requested.schedule
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         layers = request.model.num_layers + sum(parallel.counted_ends)
         more["all_chunks"] = layers // parallel.num_layers_per_virtual_pipeline_stage
-    if is_schedule_file(own.schedule):
-        placement, passes, _ = read_orders(own.schedule)
-        of_file = {"pp": placement.ranks, "chunks": len(placement.chunks_of(0)), "micro_batches": passes}
-        build_schedule(own.schedule, *({**of_file, **fixed}[name] for name in of_file))
-        more |= {"schedule": own.schedule, **of_file}
+    if is_schedule_file(requested.schedule):
+        placement, passes, _ = read_orders(requested.schedule)
+        sizes = {"pp": placement.ranks, "chunks": len(placement.chunks_of(0)), "micro_batches": passes}
+        build_schedule(requested.schedule, *({**sizes, **fixed}[name] for name in sizes))
+        more |= {"schedule": requested.schedule, **sizes}
     return more
 
 
 def _fastest(
     words: Sequence[str], request: RunRequest, job: Job, count: int = 10, below_bytes: float | None = None
 ) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
-    """The plan of a command line whose flags of the layout may all change, but for those that are given in a file."""
+    """The plan of a command line, with only the attributes of a schedule file fixed."""
     words = without_fields(words, _SEQUENCE_WORDS | _PIPELINE_WORDS)
-    problems = rules_of(words, job.cluster.devices, request.program)
+    problems = layout_problems(words, job.cluster.devices, request.program)
     free = read_flags(words, program=request.program).unchecked()
-    fixed = _fixed_elsewhere(free, layout_of(free, job.cluster.devices), {})
+    fixed = _otherwise_fixed(free, layout_of(free, job.cluster.devices), {})
     return search(job, problems, fixed, count, below_bytes), problems
 
 
 def request_lines(argv: Sequence[str], command: Sequence[str]) -> Iterator[str]:
-    """The plan of a command line as text, whose flags of the layout are kept.
+    """Formats the plan of a command line, with its layout flags fixed.
 
     Args:
-        command: the words that the command of the first layout begins with, the program's name first.
+        command: program and flags of the printed command, to which the layout is appended.
 
     Raises:
-        ConfigError: with all that is wrong with the command line.
+        ConfigError: all problems of the command line.
     """
-    words, request = read_planned(argv)
-    plan, problems = planned(words, request)
+    words, request = read_plan_request(argv)
+    plan, problems = plan_request(words, request)
     tokens, price = request.optim.train_tokens, request.planning.device_hour_price
     command = [command[0], *without_fields(command[1:], _SEQUENCE_WORDS)]
     yield from plan_lines(plan, problems, command, tokens, price)
 
 
-def own_lines(argv: Sequence[str], program: Program, devices: int, command: Sequence[str]) -> Iterator[str]:
-    """What a command line would take as it is, then the fastest layouts.
+def command_lines(argv: Sequence[str], program: Program, devices: int, command: Sequence[str]) -> Iterator[str]:
+    """Formats the estimate of a command line, then the fastest layouts.
 
     Args:
-        devices: the processes that were started.
+        devices: the world size.
 
     Raises:
-        ConfigError: with all that is wrong with the command line.
+        ConfigError: all problems of the command line.
     """
-    words, request = read_planned(argv, program)
+    words, request = read_plan_request(argv, program)
     cluster = cluster_of(request, devices)
     layout = layout_of(request, cluster.devices)
-    misfits = world_problems(request, cluster.devices) or _file_problems(layout)
-    if misfits:
-        raise ConfigError(misfits)
+    mismatches = world_problems(request, cluster.devices) or _file_problems(layout)
+    if mismatches:
+        raise ConfigError(mismatches)
     job = dataclasses.replace(job_of(request, cluster), global_batch=layout.global_batch)
-    own, (plan, problems) = estimate(job, layout), _fastest(words, request, job)
+    present, (plan, problems) = estimate(job, layout), _fastest(words, request, job)
     tokens, price = request.optim.train_tokens, request.planning.device_hour_price
-    yield f"this command, {'which fits' if own.fits else 'which does not fit'}:"
-    yield from detail_lines(own, tokens, price)
+    yield f"this command, {'which fits' if present.fits else 'which does not fit'}:"
+    yield from detail_lines(present, tokens, price)
     yield ""
     command = [command[0], *without_fields(command[1:], _SEQUENCE_WORDS | _PIPELINE_WORDS)]
     yield from plan_lines(plan, problems, command, tokens, price)
 
 
-def next_that_fits(
+def next_fitting(
     words: Sequence[str], request: RunRequest, cluster: Cluster
 ) -> tuple[LayoutEstimate, LayoutEstimate | None]:
-    """What a run takes that ran out of memory, and the first in a plan of those that take less and fit."""
+    """The estimate of a run, and the best layout that takes less memory and fits."""
     job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
     job = dataclasses.replace(job, global_batch=layout.global_batch)
-    own = estimate(job, layout)
-    plan, _ = _fastest(words, request, job, count=1, below_bytes=own.memory.total)
-    return own, next(iter(plan.best), None)
+    present = estimate(job, layout)
+    plan, _ = _fastest(words, request, job, count=1, below_bytes=present.memory.total)
+    return present, next(iter(plan.best), None)

@@ -1,8 +1,9 @@
-"""Looks through the layouts of a job: which fit, how fast each would be, and why the neighbours of one are worse."""
+"""Searches the layouts of a job: those that fit, their speed, and the neighbours of the best."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,16 +20,15 @@ from trident.plan.step_time import StepTime, step_time_of
 
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 _CHUNKS = (1, 2, 4, 8)
-_LEAST_TOKENS = 1024  # of a sample on a rank, below which it is not divided further
-# Layouts whose pipelines are tried with every schedule; simulating one takes a while.
-_REFINED = 12
-# Rates that a plan cannot tell apart, as a share of the highest: it is itself wrong by more (docs/scaling.md).
+_LEAST_TOKENS = 1024  # tokens of a sample per rank, below which context parallelism is not tried
+_REFINED = 12  # layouts that are tried with every pipeline schedule; simulating one takes a while
+# Fraction of the highest speed that counts as equal: the error of an estimate is larger (docs/scaling.md).
 _NEARLY = 0.98
 
 
 @dataclass(frozen=True)
 class LayoutEstimate:
-    """What a layout would take."""
+    """The estimated memory and time of a layout."""
 
     job: Job = field(repr=False)
     layout: Layout
@@ -40,7 +40,7 @@ class LayoutEstimate:
 
     @cached_property
     def time(self) -> StepTime:
-        """Of a step."""
+        """Time of a step."""
         return step_time_of(self.job, self.layout)
 
     @property
@@ -50,13 +50,13 @@ class LayoutEstimate:
 
     @property
     def utilization(self) -> float:
-        """Model FLOPs utilization: what the step takes without recomputation, over what the devices can do in it."""
+        """Model FLOPs utilization: FLOPs of the step without recomputation over the devices' peak."""
         cluster = self.job.cluster
         return self.job.model_flops / self.time.seconds / cluster.devices / cluster.device.peak
 
 
 def estimate(job: Job, layout: Layout) -> LayoutEstimate:
-    """What a layout would take."""
+    """Estimates a layout."""
     return LayoutEstimate(job, layout, memory_of(job, layout))
 
 
@@ -65,10 +65,10 @@ class LayoutPlan:
     """The layouts of a job that fit and are legal.
 
     Attributes:
-        best: first the simplest of those within 2 % of the fastest, then by tokens per second.
-        considered: how many layouts were looked at.
-        fitting: how many of them fit.
-        smallest: of those that do not fit, the one that needs the least memory, where none fits.
+        best: first the simplest within 2 % of the fastest, then by tokens per second.
+        considered: number of layouts examined.
+        fitting: number of layouts that fit.
+        smallest: if none fits, the one with the least memory.
     """
 
     job: Job
@@ -85,14 +85,13 @@ def search(
     count: int = 10,
     below_bytes: float | None = None,
 ) -> LayoutPlan:
-    """Ranks the layouts of a job by tokens per second, after the simplest of those that are nearly the fastest.
+    """Ranks the layouts of a job by tokens per second, after the simplest of those nearly as fast as the best.
 
     Args:
-        problems: what the rules of flags say of a layout.
-        fixed: attributes of `Layout` that are given, and as "all_chunks" those of all pipeline ranks.
-        count: how many are wanted.
-        below_bytes: what a rank has to take less than. Where it is given, pipelines are not tried with other schedules,
-            which takes a while.
+        problems: validates the flags of a layout.
+        fixed: fixed attributes of `Layout`; "all_chunks" is the number of chunks of all pipeline ranks.
+        count: number of layouts returned.
+        below_bytes: upper limit of a rank's memory; disables the slow search over other pipeline schedules.
     """
     estimates = [estimate(job, layout) for layout in layouts(job, fixed)]
     if below_bytes is not None:
@@ -100,46 +99,40 @@ def search(
     fitting = [each for each in estimates if each.fits]
     if not fitting:
         smallest = sorted(estimates, key=lambda each: each.memory.total)
-        return LayoutPlan(job, (), len(estimates), 0, next(iter(_first(smallest, problems, 1)), None))
-    ranked = sorted(fitting, key=_place)
+        return LayoutPlan(job, (), len(estimates), 0, next(iter(_first_legal(smallest, problems, 1)), None))
+    ranked = sorted(fitting, key=_rank_key)
     distinct = {dataclasses.replace(each.layout, schedule="", chunks=1): each for each in reversed(ranked)}
-    refined = sorted(distinct.values(), key=_place) if below_bytes is None else []
-    legal = _first(refined, problems, _REFINED)
+    refined = sorted(distinct.values(), key=_rank_key) if below_bytes is None else []
+    legal = _first_legal(refined, problems, _REFINED)
     others = [estimate(job, layout) for each in legal for layout in _other_schedules(job, each.layout, fixed)]
     more = [each for each in others if each.fits and not problems(each.layout)]
-    best = sorted([*_first(ranked, problems, count), *more], key=_place)
+    best = sorted([*_first_legal(ranked, problems, count), *more], key=_rank_key)
     near = [each for each in (*ranked, *more) if best and each.tokens_per_second >= _NEARLY * best[0].tokens_per_second]
-    near.sort(key=lambda each: (_complexity(each.layout), _place(each)))
-    unique = list(dict.fromkeys([*_first(near, problems, 1), *best]))
+    near.sort(key=lambda each: (_complexity(each.layout), _rank_key(each)))
+    unique = list(dict.fromkeys([*_first_legal(near, problems, 1), *best]))
     return LayoutPlan(job, unique[:count], len(estimates) + len(others), len(fitting) + len(more))
 
 
-def _place(each: LayoutEstimate) -> tuple[float, int, int]:
-    """The fastest first; of equal ones that which divides the least."""
+def _rank_key(each: LayoutEstimate) -> tuple[float, int, int]:
+    """The fastest first, then the least divided."""
     layout = each.layout
     return -round(each.tokens_per_second), layout.tp * layout.pp * layout.cp, layout.micro_batch
 
 
 def _complexity(layout: Layout) -> tuple[int, ...]:
-    """Properties that a simple layout has less of: axes, other schedules than 1F1B, chunks, recomputation, ZeRO."""
+    """Complexity of a layout: axes, schedules other than 1F1B, chunks, recomputation, ZeRO."""
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.ulysses, layout.ep, layout.pp))
     return axes, layout.schedule != "1f1b", layout.chunks, layout.recompute != NOTHING, layout.zero
 
 
-def _first(
+def _first_legal(
     ranked: Sequence[LayoutEstimate], problems: Callable[[Layout], Sequence[str]], count: int
 ) -> list[LayoutEstimate]:
-    found: list[LayoutEstimate] = []
-    for each in ranked:
-        if len(found) == count:
-            break
-        if not problems(each.layout):
-            found.append(each)
-    return found
+    return list(itertools.islice((each for each in ranked if not problems(each.layout)), count))
 
 
 def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """All layouts that divide the network, the batch and the devices evenly, pipelines with 1F1B and interleaved."""
+    """All layouts that divide the network, the batch and the devices evenly, with 1F1B or interleaved pipelines."""
     whole = fixed.get("keeps_experts_whole", False)
     for axes in _axes(job, fixed.get("ulysses", 1), fixed.get("cp"), keeps_experts_whole=whole):
         if any(fixed.get(name, value) != value for name, value in axes.items()):
@@ -149,10 +142,10 @@ def layouts(job: Job, fixed: Mapping[str, Any]) -> Iterator[Layout]:
 
 
 def _axes(job: Job, ulysses: int, ring: int | None, *, keeps_experts_whole: bool) -> Iterator[dict[str, Any]]:
-    """The sizes of the axes, and whether experts are whole; that and the size of Ulysses are given.
+    """The sizes of the axes, for given Ulysses size and division of experts.
 
     Args:
-        ring: the size of `cp` that is given, however short its part of a sample.
+        ring: the requested size of `cp`, which is tried even with few tokens per rank.
     """
     model, cluster = job.model, job.cluster
     expert_sizes = divisors(math.gcd(*model.expert_counts)) if model.num_experts > 1 else [1]
@@ -179,12 +172,12 @@ def _axes(job: Job, ulysses: int, ring: int | None, *, keeps_experts_whole: bool
 
 
 def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What else there is to choose with these axes."""
+    """The other attributes of a layout with these axes."""
     share, pp = job.global_batch // axes["dp"], axes["pp"]
     recomputed = (NOTHING, ATTENTION, BLOCKS) if axes["cp"] == 1 or "recompute" in fixed else (NOTHING, BLOCKS)
     stages = ENGINES[DEFAULT_ENGINE].zero_stages if pp > 1 else (0, 1, 2, 3)
     divides = job.sequence_length % (axes["tp"] * axes["cp"]) == 0
-    can_split = axes["tp"] > 1 and (divides or fixed.get("splits_sequence", False))  # padding is not proposed
+    can_split = axes["tp"] > 1 and (divides or fixed.get("splits_sequence", False))  # no padding unless requested
     for micro in (fixed["micro_batch"],) if "micro_batch" in fixed else _MICRO_BATCHES:
         if share % micro:
             continue
@@ -202,13 +195,13 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
                         "micro_batch": micro,
                         "micro_batches": share // micro,
                     }
-                    asked = {**chosen, "all_chunks": pp * chunks}
-                    if all(fixed.get(name, value) == value for name, value in asked.items()):
+                    values = {**chosen, "all_chunks": pp * chunks}
+                    if all(fixed.get(name, value) == value for name, value in values.items()):
                         yield chosen
 
 
 def _divides(job: Job, pp: int, chunks: int) -> bool:
-    """Whether the blocks can be divided so, with the numbers of blocks that are asked for."""
+    """True if the blocks can be divided into these chunks, with the requested numbers of blocks."""
     return job.division.fits(job.model.num_layers, Placement.loop(pp, chunks))
 
 
@@ -219,7 +212,7 @@ def _chunks(fixed: Mapping[str, Any], pp: int) -> Sequence[int]:
 
 
 def _schedules(fixed: Mapping[str, Any], pp: int) -> Iterator[tuple[str, int]]:
-    """The schedule that is given, else 1F1B and interleaved, each with the chunks it takes."""
+    """The fixed schedule, or 1F1B and interleaved, with their possible numbers of chunks."""
     for chunks in _chunks(fixed, pp):
         name = fixed.get("schedule", "interleaved" if chunks > 1 else "1f1b")
         fewest, most = SCHEDULE_CHUNKS.get(name, (chunks, chunks))
@@ -228,7 +221,7 @@ def _schedules(fixed: Mapping[str, Any], pp: int) -> Iterator[tuple[str, int]]:
 
 
 def _other_schedules(job: Job, layout: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """The same with every schedule that takes its chunks."""
+    """The layout with every other pipeline schedule and its possible numbers of chunks."""
     if layout.pp == 1 or "schedule" in fixed:
         return
     for name, (fewest, most) in SCHEDULE_CHUNKS.items():
@@ -241,7 +234,7 @@ def _other_schedules(job: Job, layout: Layout, fixed: Mapping[str, Any]) -> Iter
 
 
 def neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Layouts that differ in one axis, each with what is different about it."""
+    """Layouts that differ in one setting, with the name of the change."""
     for name in ("tp", "pp", "cp"):
         for size in (getattr(layout, name) * 2, getattr(layout, name) // 2):
             changed = _resized(job, layout, name, size)
@@ -265,7 +258,7 @@ def neighbours(job: Job, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 
 def _resized(job: Job, layout: Layout, name: str, size: int) -> Layout | None:
-    """The layout with another size of an axis, for which replicas make room; None if that does not divide."""
+    """The layout with another size of an axis and an adjusted `dp`; None if the sizes do not divide."""
     if size < 1:
         return None
     resized: dict[str, Any] = {name: size, "dp": 1}

@@ -1,9 +1,9 @@
-"""How long a step takes by part, and what every axis sends in it.
+"""The time of a step by part, and the bytes sent on each axis.
 
-Products run at a share of the device's peak that falls with their smallest side; everything else at a share of its
-memory's bandwidth; the host may be slower than both. Messages take the bytes that a ring sends, over the slowest link
-of their axis, and are hidden where the code begins them ahead of time: blocks of a ring of sequences, and sends between
-stages but for those of the first micro-batch on its way to the last stage and back. All other messages are waited for.
+Matrix products run at a fraction of the device's peak that falls with their smallest side, all other operations at a
+fraction of its memory bandwidth; the host may be slower than both. Messages take the bytes of a ring collective over
+the slowest link of their axis. Two kinds overlap with computation: the blocks of ring attention, and sends between
+stages, except for the first micro-batch on its way to the last stage and back.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ from trident.plan.memory import local_tokens
 from trident.plan.messages import boundary_bytes, sent_in_passes, sent_in_step
 
 _FP32 = 4
-_BACKWARD = 2.0  # products of a backward pass in times of those of the forward pass
-_ATTENTION_BACKWARD = 2.5  # fused attention computes the scores anew
-# Bytes that an update moves for each parameter it updates: the gradient and a copy in half precision, beside the weight
-# and what the optimizer keeps, which it reads and writes. And for each parameter of a rank: taking the gradients of
-# passes, norm and clip.
+_BACKWARD = 2.0  # matrix products of a backward pass, relative to the forward pass
+_ATTENTION_BACKWARD = 2.5  # fused attention recomputes the scores
+# Bytes that an update moves per updated parameter besides weight and optimizer state: the gradient and a half-precision
+# copy. And per parameter of a rank: accumulating the gradients, norm and clipping.
 _UPDATE_BYTES, _GRADIENT_BYTES = 6.0, 14.0
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, or of one micro-batch in it.
+    """Seconds of a step, or of one micro-batch.
 
     Attributes:
-        parts: seconds by part; they add up to the whole.
+        parts: seconds by part; their sum is the total.
         sent: bytes that a rank sends in a step, by axis.
-        idle: the share of a step in which a rank of the pipeline waits for others.
+        idle: fraction of a step in which a pipeline rank waits for others.
     """
 
     parts: Mapping[str, float]
@@ -47,14 +46,12 @@ class StepTime:
 
 
 def step_time_of(job: Job, layout: Layout) -> StepTime:
-    """The time of a step: of the slowest pipeline rank, with the time it waits for the others.
-
-    What it waits is passes of other ranks: in 1F1B one of each of them, before its first and after its last.
-    """
+    """The time of a step on the slowest pipeline rank, including the time it waits for the others."""
+    # It waits for passes of other ranks: in 1F1B one pass of each, before its first and after its last.
     costs = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     _, ranks = job.chunks(costs.placement)
     passes = [(_pass(job, layout, job.stage(costs.placement, rank)), rank) for rank in ranks]
-    everyone = sum(each.seconds * ranks[rank] for each, rank in passes)
+    total = sum(each.seconds * ranks[rank] for each, rank in passes)
     slowest, rank = max(passes, key=lambda item: item[0].seconds)
     parts = {name: seconds * layout.micro_batches for name, seconds in slowest.parts.items()}
     work = slowest.seconds * layout.micro_batches
@@ -79,7 +76,7 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     parts["host"] = max(0.0, host - work - parts["update"])
     if layout.pp > 1:
         waits = layout.micro_batches * costs.idle / (1 - costs.idle)  # in passes
-        others = (everyone - slowest.seconds) / (layout.pp - 1)
+        others = (total - slowest.seconds) / (layout.pp - 1)
         parts["idle"] = waits * others * (1 + parts["host"] / work)
         crossings = 2 * (layout.pp * layout.chunks - 1)
         size = boundary_bytes(job, layout)
@@ -89,7 +86,7 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
 
 
 def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
-    """A micro-batch through a stage, forward and backward."""
+    """Time of a micro-batch on a stage, forward and backward."""
     device, model, blocks = job.cluster.device, job.model, stage.blocks
     tokens, tp = local_tokens(job, layout), layout.tp
     again = 1.0 if layout.recompute == BLOCKS else 0.0
@@ -110,25 +107,24 @@ def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
 
 
 def _product_share(job: Job, side: float) -> float:
-    """The share of the peak of a product whose smallest side is this."""
+    """Fraction of the peak that a matrix product with this smallest side reaches."""
     device = job.cluster.device
     return device.product_share * side / (side + device.saturation)
 
 
 def _attention_share(job: Job, layout: Layout) -> float:
-    """The share of the peak of fused attention, which falls with short samples and heads of few channels. A rank of a
-    ring attends to one block of a sample after the other.
-    """
+    """Fraction of the peak that fused attention reaches, less with short samples and narrow heads."""
+    # Ring attention processes one block of a sample at a time.
     device, length, channels = job.cluster.device, job.sequence_length / layout.cp, job.model.kv_channels
     of_length, of_channels = device.attention_saturation
     return device.attention_share * length / (length + of_length) * channels / (channels + of_channels)
 
 
 def _traffic(job: Job, layout: Layout, blocks: Sequence[int]) -> float:
-    """Bytes that a micro-batch moves outside of products and attention, forward and backward.
+    """Bytes that a micro-batch moves outside matrix products and attention, forward and backward.
 
-    In elements a token: norms and residual additions, the activation, biases, rotations, and joining the gradients of
-    queries, keys and values.
+    Elements per token: norms and residual additions, the activation, biases, rotations, and concatenating the gradients
+    of queries, keys and values.
     """
     model, tokens, tp = job.model, local_tokens(job, layout), layout.tp
     within = tp if layout.splits_sequence else 1
@@ -137,19 +133,19 @@ def _traffic(job: Job, layout: Layout, blocks: Sequence[int]) -> float:
     elements = 30 * model.hidden_size / within + 2 * projected + 10 * queries * gated
     if model.position_embedding_type == ROPE:
         elements += 4 * projected
-    own = tp if layout.keeps_experts_whole else 1  # ranks that route different tokens
+    routers = tp if layout.keeps_experts_whole else 1  # ranks that route different tokens
     total = 0.0
     for block in blocks:
         width = model.moe_router_topk * model.moe_ffn_hidden_size if model.has_experts(block) else model.ffn_hidden_size
         inner = (8 if model.gated_linear_unit else 5) * width / tp
         biases = (projected + width / tp + 2 * model.hidden_size / within) * model.add_bias_linear
-        routed = 8 * model.moe_router_topk * model.hidden_size / own if model.has_experts(block) else 0
+        routed = 8 * model.moe_router_topk * model.hidden_size / routers if model.has_experts(block) else 0
         total += elements + inner + biases + routed
     return total * tokens * job.weight_bytes
 
 
 def _messages(job: Job, layout: Layout, stage: Stage, attention: float) -> dict[str, float]:
-    """Seconds of the messages of a micro-batch that are waited for."""
+    """Seconds of a micro-batch's messages that do not overlap with computation."""
     cluster, latency, blocks = job.cluster, job.cluster.links.latency, stage.blocks
     sent = sent_in_passes(job, layout, stage)
     passes = layout.micro_batches

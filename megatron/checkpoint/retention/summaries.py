@@ -130,7 +130,7 @@ def _check_sizes(summary: ManifestSummary, storage: Storage) -> None:
             raise unreadable(path, failure) from failure
         if size_bytes != expected:
             raise DamagedError(
-                f"{path} has {size_bytes} bytes, but its manifest says {expected}. Use another checkpoint."
+                f"{path} has {size_bytes} bytes; its manifest expects {expected}. Use another checkpoint."
             )
 
 

@@ -171,7 +171,7 @@ class Saving(Callback):
         record = run_on_all(run.mesh, lambda: self._record_to_save(run, must_succeed=must_succeed))
         if record is not None:
             self._followers.before_save(run)
-            writer.begin(run.progress.step, _pieces(run), record)
+            writer.start_save(run.progress.step, _pieces(run), record)
         elif self.saved_step != run.progress.step:
             self._save_at_once(run, must_succeed=True)
         writer.stall_seconds = waited_seconds + time.monotonic() - began_at

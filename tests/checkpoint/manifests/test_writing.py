@@ -58,12 +58,12 @@ def test_an_index_file_of_another_save_is_damage(tmp_path: Path) -> None:
         rewrite(folder, "indexed")
     (path / "index_00000.json").write_bytes((other / "index_00000.json").read_bytes())
     (index,) = read_manifest(path).indexes
-    with pytest.raises(DamagedError, match="it is not the index file that its manifest describes"):
+    with pytest.raises(DamagedError, match="it does not match the digest in the manifest"):
         read_index(path, index, CountingStorage())
 
 
 def test_the_record_must_be_json() -> None:
-    with pytest.raises(CheckpointError, match="the record that goes with the checkpoint is not JSON"):
+    with pytest.raises(CheckpointError, match="the record of the checkpoint is not JSON"):
         manifest_texts(1, "run", {"a": float("nan")}, 64, [], [])
 
 

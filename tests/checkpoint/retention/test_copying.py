@@ -61,7 +61,7 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None
         file.write_bytes(content)
     elif damage == "short":
         file.write_bytes(content[:-1])
-        expected = f"{file} has {len(content) - 1} bytes, but its manifest says {len(content)}"
+        expected = f"{file} has {len(content) - 1} bytes; its manifest expects {len(content)}"
     elif damage == "missing":
         file.unlink()
         expected = f"cannot read {file}: No such file or directory"
@@ -126,8 +126,8 @@ def test_a_full_disk_is_an_error_with_sizes_and_harms_nothing(tmp_path: Path) ->
             try:
                 copy(source, directory)
             except StorageError as failure:
-                assert "No space left on device (ENOSPC); this file needs " in str(failure)
-                assert "give --save-secondary another directory" in str(failure)
+                assert "No space left on device (ENOSPC); the file needs " in str(failure)
+                assert "use another --save-secondary directory" in str(failure)
                 assert loaded_seed(directory) == 2
             else:
                 assert loaded_seed(directory) == 3  # only the hint could not be written
@@ -145,8 +145,8 @@ def test_too_little_space_is_reported_with_the_sizes(tmp_path: Path) -> None:
 
     with pytest.raises(
         StorageError,
-        match=f"no room for a checkpoint in .*copies: it needs {need_bytes} bytes, 1000 bytes are free there, "
-        f"{need_bytes - 1000} too few.* give --save-secondary another directory",
+        match=f"not enough space for a checkpoint in .*copies: it needs {need_bytes} bytes, 1000 bytes are free, "
+        f"{need_bytes - 1000} too few.* use another --save-secondary directory",
     ):
         copy(source, tmp_path / "copies", storage=Small())
 

@@ -40,7 +40,7 @@ def test_a_manifest_is_parsed_once_and_sizes_are_looked_at_each_time(
     assert parsed[2:] == ["iter_0000001"]
     with (first / "pieces_00000.safetensors").open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DamagedError, match=r"pieces_00000.safetensors has \d+ bytes, but its manifest says \d+. Use"):
+    with pytest.raises(DamagedError, match=r"pieces_00000.safetensors has \d+ bytes; its manifest expects \d+. Use"):
         summaries.of(first)
     summaries.of(second)
     (second / "pieces_00000.safetensors").unlink()

@@ -161,7 +161,9 @@ def test_objects(place: Path) -> None:
 
 
 def test_an_unknown_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match=re.escape("nostore://bucket/run needs fsspec with support for nostore://")):
+    with pytest.raises(
+        ConfigError, match=re.escape("nostore://bucket/run requires fsspec with support for nostore://")
+    ):
         ObjectStorage().names(Path("nostore://bucket/run"))
 
 

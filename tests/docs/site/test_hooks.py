@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.web.browser import headless_chromium
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @dataclass

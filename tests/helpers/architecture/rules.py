@@ -203,26 +203,6 @@ def deepspeed_has_one_door(source: Source) -> Iterator[Finding]:
                     yield node.lineno, f"{argument.value} is DeepSpeed's own: {DEEPSPEED_DOOR} is the place for it"
 
 
-def no_global(source: Source) -> Iterator[Finding]:
-    """No `global` statement."""
-    if "global" not in source.text:
-        return  # most files need not be parsed for this
-    for node in source.nodes:
-        if isinstance(node, ast.Global):
-            yield node.lineno, f"global {', '.join(node.names)}"
-
-
-def no_print(source: Source) -> Iterator[Finding]:
-    """Only tools print; the package speaks through `log.py`."""
-    if source.path == "megatron/log.py" or source.path.startswith(("tools/", "tasks/", "examples/", "docs/")):
-        return
-    for node in source.nodes:
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-            yield node.lineno, "print; use megatron.log"
-        if source.is_library and isinstance(node, ast.Attribute) and dotted(node) in ("sys.stdout", "sys.stderr"):
-            yield node.lineno, f"{dotted(node)}; use megatron.log"
-
-
 def no_mutable_module_state(source: Source) -> Iterator[Finding]:
     """Module-level containers are constants: upper case, never changed; no object at module level is written to."""
     if source.path in STATEFUL_FILES:
@@ -247,19 +227,6 @@ def no_mutable_module_state(source: Source) -> Iterator[Finding]:
         changed = changed_name(node)
         if changed in names and not is_shadowed(source.tree, node, changed):
             yield node.lineno, f"{changed} stands at module level and is changed here"
-
-
-def no_hidden_code(source: Source) -> Iterator[Finding]:
-    """No eval, exec, compile, `__import__`, and no shell."""
-    for node in source.nodes:
-        if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec", "compile", "__import__"}:
-                yield node.lineno, f"{node.func.id}()"
-            for keyword in node.keywords:
-                if keyword.arg == "shell" and not (
-                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                ):
-                    yield node.lineno, "shell=True"
 
 
 def files_and_functions_are_short(source: Source) -> Iterator[Finding]:
@@ -353,14 +320,6 @@ def everything_public_is_described(source: Source) -> Iterator[Finding]:
                     yield from _undescribed(member, node)
 
 
-def no_assert_statements(source: Source) -> Iterator[Finding]:
-    """The product raises typed errors; `assert` disappears under `python -O`."""
-    if source.is_library or source.is_program:
-        for node in source.nodes:
-            if isinstance(node, ast.Assert):
-                yield node.lineno, "assert; raise an error that says what to do"
-
-
 def packages_import_without_side_effects(source: Source) -> Iterator[Finding]:
     """An `__init__.py` holds a docstring, imports and constants."""
     if not (source.is_library and source.path.endswith("/__init__.py")):
@@ -418,17 +377,13 @@ RULES: tuple[Rule, ...] = (
     third_party_modules_have_one_home,
     files_are_replaced_and_read_in_one_place,
     deepspeed_has_one_door,
-    no_global,
-    no_print,
     no_mutable_module_state,
-    no_hidden_code,
     files_and_functions_are_short,
     imports_are_at_the_top,
     entry_points_start_light,
     config_is_pure,
     names_are_whole_words,
     everything_public_is_described,
-    no_assert_statements,
     packages_import_without_side_effects,
     no_project_is_named,
     few_modules_use_the_run_config,

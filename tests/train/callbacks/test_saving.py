@@ -260,7 +260,7 @@ class Writer:
         self.heard = True
         self.stall_seconds = 0.0
 
-    def begin(self, step: int, pieces: Any, record: Any) -> None:
+    def start_save(self, step: int, pieces: Any, record: Any) -> None:
         self.began.append(step)
 
     def wait(self) -> None:

@@ -64,7 +64,7 @@ def test_the_checkpoint_of_one_step_is_found(tmp_path: Path) -> None:
     assert found is not None and found.record == make_record(4)
     found = find_saved_run(run_config(load=str(folder), load_tag="global_step6"), MESH)
     assert found is not None and found.record == make_record(6)
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 5 .*It holds these steps: 6, 4\."):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 5 .*It has these steps: 6, 4\."):
         find_saved_run(run_config(load=str(folder), ckpt_step=5), MESH)
 
 
@@ -351,7 +351,7 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
     start = started(folder, load=str(folder))
     assert start.saved is not None and start.saved.record.progress.step == 4
     text = capsys.readouterr().err
-    assert f"skipping checkpoint {folder / 'iter_0000008'}: it belongs to run {TWO}, and {folder} to run {ONE}" in text
+    assert f"skipping checkpoint {folder / 'iter_0000008'}: it belongs to run {TWO}, but {folder} to run {ONE}" in text
     for flags in ({"load": str(folder / "iter_0000008")}, {"load": str(folder), "ckpt_step": 8}):
         named = started(tmp_path / f"b{len(flags)}", **flags)
         assert named.saved is not None and named.saved.record.run_id == named.identity.forked_from["run_id"] == TWO
@@ -362,7 +362,7 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
 def test_nothing_but_the_checkpoints_of_another_run_is_an_error(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", 8, run_id=TWO)
     write_identity(folder, RunIdentity(ONE))
-    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, and .* {ONE}"):
+    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, but .* {ONE}"):
         started(folder, load=str(folder))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trident.plan.requests import cluster_of, job_of, layout_of, read_planned
+from trident.plan.requests import cluster_of, job_of, layout_of, read_plan_request
 from trident.plan.search import LayoutEstimate, estimate
 
 
@@ -63,5 +63,5 @@ PUBLISHED = (
 
 def replanned(run: PublishedRun) -> LayoutEstimate:
     """What the planner says of the run."""
-    _, request = read_planned([*run.flags.split(), "--bf16", "--planned-devices", str(run.devices)])
+    _, request = read_plan_request([*run.flags.split(), "--bf16", "--planned-devices", str(run.devices)])
     return estimate(job_of(request, cluster_of(request)), layout_of(request, run.devices))

@@ -1,4 +1,4 @@
-"""The planner beside what was measured on one H100, on 2026-11-22 and 23, with the compiled kernels."""
+"""Plans compared with measurements on one H100, 2026-11-22 and 23, with the compiled kernels."""
 
 from __future__ import annotations
 

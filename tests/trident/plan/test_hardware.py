@@ -1,4 +1,4 @@
-"""Devices and links by name, and devices whose constants are in a file."""
+"""Devices and links by name, and devices from files."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def test_a_device_is_read_from_a_file(tmp_path: Path) -> None:
         ({"peak": 0}, r"mine\.json: peak is 0\. It must be a number above 0\."),
         ({"traffic_share": 1.5}, r"traffic_share is 1\.5\. It must be a number above 0 and at most 1\."),
         ({"attention_saturation": [1000]}, r"attention_saturation is \[1000\]\. It must be two numbers above 0\."),
-        ({"name": None}, r"name is None\. It must be a text\."),
+        ({"name": None}, r"name is None\. It must be a string\."),
         ({"saturation": True}, r"saturation is True\. It must be a number above 0\."),
-        ({"peek": 1}, r"mine\.json: 'peek' is not a constant of a device\. Use name, .*peak"),
+        ({"peek": 1}, r"mine\.json: unknown constant 'peek'\. Use name, .*peak"),
         (None, r"peak is missing\. It must be a number above 0\."),
     ],
 )
@@ -39,10 +39,10 @@ def test_a_file_without_constants_is_refused(tmp_path: Path, change: dict[str, o
         device_of(str(path))
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_mapping_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"--device .*mine\.json holds a list\. It must hold a mapping"):
+    with pytest.raises(ConfigError, match=r"--device .*mine\.json contains a list\. It must be a mapping"):
         device_of(str(path))
 
 
@@ -55,6 +55,6 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
         ("mine.json", "nvlink+ib400", 450e9, 50e9),
     ],
 )
-def test_a_device_has_links_of_its_own(device: str, name: str, within: float, between: float) -> None:
+def test_default_links_of_a_device(device: str, name: str, within: float, between: float) -> None:
     links = links_of_device(device)
     assert (links.name, links.within, links.between) == (name, within, between)

@@ -1,4 +1,4 @@
-"""Memory by closed form beside what one rank of an engine holds, in layouts of every kind."""
+"""Closed-form memory compared with the memory that one rank of an engine holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trident.plan.job import Job
 from trident.plan.layouts import BLOCKS
 from trident.plan.memory import memory_of_ranks
 from trident.plan.report import memory_lines
-from trident.plan.requests import cluster_of, job_of, layout_of, read_planned
+from trident.plan.requests import cluster_of, job_of, layout_of, read_plan_request
 from trident.plan.search import LayoutEstimate, estimate
 
 LLAMA = (
@@ -65,9 +65,7 @@ CASES = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(("flags", "world_size", "rank"), CASES.values(), ids=CASES)
-def test_the_closed_form_is_within_a_tenth_of_what_is_counted(
-    flags: tuple[str, ...], world_size: int, rank: int
-) -> None:
+def test_closed_form_is_within_ten_percent(flags: tuple[str, ...], world_size: int, rank: int) -> None:
     words = flags if "--no-bf16" in flags else ("--bf16", *flags)
     found = counted(words, rank, world_size)
     layout = layout_of(found.request, world_size)
@@ -97,27 +95,25 @@ def test_the_closed_form_is_within_a_tenth_of_what_is_counted(
 def planned(*flags: str) -> LayoutEstimate:
     """The estimate of eight billion parameters on eight devices."""
     words = ["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", "--zero-stage", "1", *flags]
-    _, request = read_planned(words)
+    _, request = read_plan_request(words)
     return estimate(job_of(request, cluster_of(request)), layout_of(request, 8))
 
 
-def test_what_the_optimizer_keeps_is_planned_for() -> None:
+def test_memory_of_the_optimizer() -> None:
     """An eighth of the parameters' fp32 weights and moments, in the host's memory where it is offloaded."""
-    of_adam = planned()
-    own = 4 * of_adam.job.parameters / 8
-    assert of_adam.memory.optimizer == pytest.approx(3 * own, rel=0.01)
+    adam = planned()
+    own = 4 * adam.job.parameters / 8
+    assert adam.memory.optimizer == pytest.approx(3 * own, rel=0.01)
     assert planned("--optimizer", "lion").memory.optimizer == pytest.approx(2 * own, rel=0.01)
     assert planned("--optimizer", "sgd", "--sgd-momentum", "0").memory.optimizer == pytest.approx(own, rel=0.01)
     assert planned("--ema-decay", "0.99").memory.optimizer == pytest.approx(4 * own, rel=0.01)
     ends = 2 * 4 * 128256 * 4096 / 8
     assert planned("--optimizer", "muon").memory.optimizer == pytest.approx(2 * own + ends, rel=0.01)
     offloaded = planned("--cpu-optimizer").memory
-    assert (of_adam.memory.host, offloaded.optimizer) == (0, 0)
+    assert (adam.memory.host, offloaded.optimizer) == (0, 0)
     assert offloaded.host == pytest.approx(4 * own, rel=0.01)  # with the gradients that the host reads
-    assert offloaded.held_gradients == of_adam.memory.held_gradients
-    assert any(
-        "GiB of the host's memory for each rank: 15.0" in line for line in memory_lines(planned("--cpu-optimizer"))
-    )
+    assert offloaded.held_gradients == adam.memory.held_gradients
+    assert any("GiB of host memory per rank: 15.0" in line for line in memory_lines(planned("--cpu-optimizer")))
 
 
 def test_the_matrices_of_muon_cross_ranks() -> None:

@@ -14,7 +14,7 @@ from trident.plan.dry_run.rank_simulation import simulate_rank
 from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage
 from trident.plan.layouts import costs_of_schedule
 from trident.plan.messages import sent_in_step
-from trident.plan.requests import cluster_of, job_of, layout_of, read_planned
+from trident.plan.requests import cluster_of, job_of, layout_of, read_plan_request
 
 NETWORK = (
     *("--num-layers", "2", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "256"),
@@ -98,7 +98,7 @@ def axis_of(message: RankMessage, part: str, groups: Mapping[str, tuple[int, ...
     """The axis of a message; None for sums that a plan leaves out."""
     if not message.is_collective:
         return "cp" if len(groups["cp"]) > 1 and message.ranks[1] in groups["cp"] else "pp"
-    if part in ("begin", "norm and loss"):
+    if part in ("start", "norm and loss"):
         return None
     if message.ranks == groups["tp"]:
         return None if part == "gradients" else "tp"
@@ -109,7 +109,7 @@ def axis_of(message: RankMessage, part: str, groups: Mapping[str, tuple[int, ...
     return "dp"
 
 
-def walked(program: RankProgram) -> dict[str, float]:
+def simulated_bytes(program: RankProgram) -> dict[str, float]:
     """Bytes that a rank sends in a step, by axis."""
     sent: dict[str, float] = defaultdict(float)
     for message, part in program.events:
@@ -120,16 +120,16 @@ def walked(program: RankProgram) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("flags", "size"), CASES.values(), ids=CASES)
-def test_every_axis_sends_what_is_planned(flags: str, size: int) -> None:
+def test_planned_bytes_match_the_simulation(flags: str, size: int) -> None:
     argv = [*NETWORK, *flags.split()]
     config = resolve(parse(argv), Machine("cuda", size, True, True), TokenizerFacts(512, 1, ""))
-    _, request = read_planned([*argv, "--planned-devices", str(size)])
+    _, request = read_plan_request([*argv, "--planned-devices", str(size)])
     job, layout = job_of(request, cluster_of(request)), layout_of(request, size)
     placement = costs_of_schedule(layout.schedule, layout.pp, layout.chunks, layout.micro_batches).placement
     for stage in range(layout.pp):
         planned = sent_in_step(job, layout, placement, stage)
         planned["dp"] += planned.pop("dp of experts")
-        sent = walked(simulate_rank(config, stage * size // layout.pp, size, [16])[0])
+        sent = simulated_bytes(simulate_rank(config, stage * size // layout.pp, size, [16])[0])
         assert {axis: count for axis, count in planned.items() if count} == pytest.approx(
             {axis: count for axis, count in sent.items() if count}, rel=0.1
         )

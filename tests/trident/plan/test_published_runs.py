@@ -1,4 +1,4 @@
-"""The planner beside runs that others have published: docs/scaling.md has the table."""
+"""Plans compared with published runs; docs/scaling.md has the table."""
 
 from __future__ import annotations
 

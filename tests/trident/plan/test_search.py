@@ -1,4 +1,4 @@
-"""Which layouts are ranked, that they are legal and fit, and what is said of them."""
+"""Ranked layouts are legal and fit; the lines of a plan."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from trident.plan.layouts import Layout, costs_of_schedule
 from trident.plan.report import plan_lines
 from trident.plan.requests import (
     cluster_of,
+    command_lines,
     job_of,
     layout_of,
-    next_that_fits,
-    own_lines,
-    planned,
-    read_planned,
+    layout_problems,
+    next_fitting,
+    plan_request,
+    read_plan_request,
     request_lines,
-    rules_of,
 )
 from trident.plan.search import LayoutPlan, estimate, layouts, neighbours
 from trident.plan.step_time import _pass, step_time_of
@@ -55,9 +55,9 @@ class Planned(NamedTuple):
 @pytest.fixture(scope="module")
 def large() -> Planned:
     """Planned once."""
-    words, request = read_planned(LLAMA_70B)
+    words, request = read_plan_request(LLAMA_70B)
     began_at = time.process_time()
-    plan, problems = planned(words, request)
+    plan, problems = plan_request(words, request)
     return Planned(words, plan, problems, time.process_time() - began_at)
 
 
@@ -74,26 +74,26 @@ def test_a_plan_of_512_devices_takes_seconds_and_names_legal_layouts_that_fit(la
         assert each.fits
         assert each.layout.devices == 512
         assert each.layout.global_batch == 1024
-        assert not read_flags([*words, *each.layout.words()]).problems
+        assert not read_flags([*words, *each.layout.flags()]).problems
     assert sum(plan.best[0].time.parts.values()) == pytest.approx(plan.best[0].time.seconds)
 
 
 def test_flags_of_the_layout_are_kept() -> None:
-    words, request = read_planned([*LLAMA_70B, "--tensor-model-parallel-size", "8", "--micro-batch-size", "2"])
-    plan, _ = planned(words, request)
+    words, request = read_plan_request([*LLAMA_70B, "--tensor-model-parallel-size", "8", "--micro-batch-size", "2"])
+    plan, _ = plan_request(words, request)
     assert {(each.layout.tp, each.layout.micro_batch) for each in plan.best} == {(8, 2)}
 
 
 @pytest.mark.parametrize(
     ("flag", "axis"), [("--context-parallel-size", "cp"), ("--ds-sequence-parallel-size", "ulysses")]
 )
-def test_the_words_of_a_layout_replace_every_axis_of_the_command(flag: str, axis: str) -> None:
-    words, request = read_planned(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", flag, "2"])
-    plan, _ = planned(words, request)
+def test_the_flags_of_a_layout_replace_every_axis_of_the_command(flag: str, axis: str) -> None:
+    words, request = read_plan_request(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", flag, "2"])
+    plan, _ = plan_request(words, request)
     assert {getattr(each.layout, axis) for each in plan.best} == {2}
     first = plan.best[0].layout
     other = dataclasses.replace(first, cp=1, ulysses=1, dp=first.dp * first.sequence, micro_batch=1, micro_batches=1)
-    again = layout_of(read_flags([*words, *other.words()]).request(), 8)
+    again = layout_of(read_flags([*words, *other.flags()]).request(), 8)
     assert (again.cp, again.ulysses, again.dp) == (1, 1, other.dp)
 
 
@@ -110,31 +110,31 @@ def test_the_words_of_a_layout_replace_every_axis_of_the_command(flag: str, axis
         ),
     ],
 )
-def test_a_given_flag_is_looked_at_though_a_plan_would_not_try_it(
+def test_a_given_value_is_kept_even_if_a_plan_would_not_try_it(
     flags: tuple[str, ...], attribute: str, value: object
 ) -> None:
     base = ("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128")
-    words, request = read_planned([*base, "--max-position-embeddings", "128", "--planned-devices", "16", *flags])
-    plan, _ = planned(words, request)
+    words, request = read_plan_request([*base, "--max-position-embeddings", "128", "--planned-devices", "16", *flags])
+    plan, _ = plan_request(words, request)
     assert plan.best
     assert {getattr(each.layout, attribute) for each in plan.best} == {value}
 
 
 def test_flags_that_leave_no_layout_are_named() -> None:
-    words, request = read_planned([*LLAMA_70B, "--pipeline-model-parallel-size", "3", "--zero-stage", "1"])
-    with pytest.raises(ConfigError, match=r"by --pipeline-model-parallel-size 3, --zero-stage 1\. Drop a flag"):
-        planned(words, request)
+    words, request = read_plan_request([*LLAMA_70B, "--pipeline-model-parallel-size", "3", "--zero-stage", "1"])
+    with pytest.raises(ConfigError, match=r"satisfies --pipeline-model-parallel-size 3, --zero-stage 1\. Drop a flag"):
+        plan_request(words, request)
 
 
 def test_a_bert_has_a_plan() -> None:
     base = ("--num-layers", "4", "--hidden-size", "256", "--num-attention-heads", "4", "--seq-length", "128")
     flags = [*base, "--max-position-embeddings", "128", "--planned-devices", "4"]
-    *_, command = own_lines(flags, pretrain_bert.PROGRAM, 4, ["x"])
+    *_, command = command_lines(flags, pretrain_bert.PROGRAM, 4, ["x"])
     assert command.startswith("x --tensor-model-parallel-size ")
 
 
 def test_host_time_that_is_cut_into_stages_idles_like_other_work() -> None:
-    _, request = read_planned([*LLAMA_70B, "--pipeline-model-parallel-size", "4", "--global-batch-size", "512"])
+    _, request = read_plan_request([*LLAMA_70B, "--pipeline-model-parallel-size", "4", "--global-batch-size", "512"])
     cluster = cluster_of(request, 512)
     layout = dataclasses.replace(layout_of(request, 512), micro_batches=1)
     slow = dataclasses.replace(cluster.device, host_seconds_per_layer=10.0)
@@ -146,15 +146,15 @@ def test_host_time_that_is_cut_into_stages_idles_like_other_work() -> None:
     ("name", "ranks", "micro_batches"),
     [("v-1f1b", 4, 125), ("v-1f1b", 8, 515), ("v-1f1b", 8, 1029), ("zbv", 4, 600), ("interleaved-zb", 8, 1029)],
 )
-def test_the_idle_share_of_many_micro_batches_is_that_of_all_of_them(name: str, ranks: int, micro_batches: int) -> None:
+def test_the_idle_ratio_of_many_micro_batches(name: str, ranks: int, micro_batches: int) -> None:
     simulated = schedule_costs(name, ranks, 2, micro_batches).idle
     assert costs_of_schedule(name, ranks, 2, micro_batches).idle == pytest.approx(simulated, rel=0.05, abs=0.002)
     assert costs_of_schedule(name, ranks, 2, 10_000 * ranks).idle >= 0.0
 
 
-def test_none_that_fits_is_faster_than_the_ranked_or_divides_less_and_is_nearly_as_fast_as_the_first() -> None:
-    words, request = read_planned(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16"])
-    plan, problems = planned(words, request)
+def test_no_fitting_layout_is_faster_or_simpler_at_nearly_the_same_speed() -> None:
+    words, request = read_plan_request(["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16"])
+    plan, problems = plan_request(words, request)
     everything = [each for each in (estimate(plan.job, layout) for layout in layouts(plan.job, {})) if each.fits]
     fastest = max(each.tokens_per_second for each in plan.best)
     faster = [each for each in everything if each.tokens_per_second > fastest]
@@ -170,7 +170,7 @@ def _divided(layout: Layout) -> int:
 
 def test_the_simplest_of_layouts_within_two_percent_comes_first() -> None:
     argv = ["--model-preset", "llama-3.2-1b", "--planned-devices", "8", "--bf16", "--global-batch-size", "64"]
-    plan, _ = planned(*read_planned([*argv, "--seq-length", "2048"]))
+    plan, _ = plan_request(*read_plan_request([*argv, "--seq-length", "2048"]))
     first, second, *_ = plan.best
     assert str(first.layout) == "dp 8, ZeRO 1, recompute none, micro-batch 2"
     assert "zbv" in str(second.layout) and 1 < second.tokens_per_second / first.tokens_per_second < 1.02
@@ -187,7 +187,7 @@ def test_a_neighbour_that_is_as_fast_is_explained() -> None:
     argv = ["--model-preset", "gpt2-124m", "--planned-devices", "8", "--bf16", "--global-batch-size", "64"]
     lines = list(request_lines([*argv, "--pipeline-model-parallel-size", "1"], ["x"]))
     (selective,) = (line for line in lines if "recompute selective: " in line)
-    assert re.fullmatch(r".*: as fast, as much memory: attention \+([\d.]+) s, host -\1 s", selective)
+    assert re.fullmatch(r".*: same speed, same memory: attention \+([\d.]+) s, host -\1 s", selective)
 
 
 @pytest.mark.parametrize("flags", [["--context-parallel-size", "2"], ["--ds-sequence-parallel-size", "2"]])
@@ -196,7 +196,7 @@ def test_a_ring_does_not_recompute_attention_by_itself(flags: list[str]) -> None
     kept, again = (
         estimate(job_of(request, cluster_of(request)), layout_of(request, 2))
         for more in ([], ["--recompute-granularity", "selective"])
-        for _, request in [read_planned([*argv, *more])]
+        for _, request in [read_plan_request([*argv, *more])]
     )
     is_ring = kept.layout.cp > 1
     assert (kept.memory.activations == again.memory.activations) == is_ring
@@ -204,7 +204,7 @@ def test_a_ring_does_not_recompute_attention_by_itself(flags: list[str]) -> None
     assert ("recompute selective" in dict(neighbours(kept.job, kept.layout))) != is_ring
 
 
-def test_what_is_printed_ends_with_the_command(large: Planned) -> None:
+def test_the_plan_ends_with_the_command(large: Planned) -> None:
     lines = list(plan_lines(large.plan, large.problems, ["x"], 15 * 10**12, 2.0))
     text = "\n".join(lines)
     assert lines[0].startswith("70.6B parameters, 1,024 samples of 8,192 tokens a step (8.4M tokens), 512 x h100")
@@ -222,28 +222,28 @@ def test_a_network_that_fits_nowhere_is_shown_with_its_smallest_layout() -> None
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--device", "abacus"), "--device abacus is not known"),
-        (("--interconnect", "string"), "--interconnect string is not known"),
+        (("--device", "abacus"), "unknown --device abacus"),
+        (("--interconnect", "string"), "unknown --interconnect string"),
         (("--nodes", "3"), "--nodes 3 does not divide 512"),
     ],
 )
 def test_unknown_hardware_is_refused(words: tuple[str, ...], sentence: str) -> None:
-    given, request = read_planned([*LLAMA_70B, *words])
+    given, request = read_plan_request([*LLAMA_70B, *words])
     with pytest.raises(ConfigError, match=sentence):
-        planned(given, request)
+        plan_request(given, request)
 
 
 def test_a_plan_divides_blocks_as_the_run_does() -> None:
     words = ["--model-preset", "llama-3-8b", "--planned-devices", "8", "--bf16", "--pipeline-model-parallel-size", "8"]
     words += ["--seq-length", "8192", "--global-batch-size", "32", "--micro-batch-size", "1"]
-    _, request = read_planned(words)
+    _, request = read_plan_request(words)
     job, layout = job_of(request, cluster_of(request)), layout_of(request, 8)
     chunks, ranks = job.chunks(Placement.loop(8, 1))
     assert [len(blocks) for blocks in chunks] == [4, 5, 5, 4, 4, 4, 4, 2]
     assert dict(ranks) == {0: 1, 1: 2, 3: 4, 7: 1}
     even = dataclasses.replace(job, division=EVENLY)
     assert step_time_of(job, layout).seconds < 0.9 * step_time_of(even, layout).seconds
-    _, request = read_planned([*words, "--decoder-last-pipeline-num-layers", "3"])
+    _, request = read_plan_request([*words, "--decoder-last-pipeline-num-layers", "3"])
     chunks, _ = job_of(request, cluster_of(request)).chunks(Placement.loop(8, 1))
     assert [len(blocks) for blocks in chunks] == [4, 5, 4, 4, 4, 4, 4, 3]
 
@@ -271,37 +271,37 @@ LONG = (
 def test_experts_are_divided_as_the_run_would_divide_them(
     argv: tuple[str, ...], sizes: set[int], more: Callable[[Layout], bool]
 ) -> None:
-    words, request = read_planned(argv)
+    words, request = read_plan_request(argv)
     cluster = cluster_of(request)
-    job, problems = job_of(request, cluster), rules_of(words, cluster.devices, request.program)
+    job, problems = job_of(request, cluster), layout_problems(words, cluster.devices, request.program)
     tried = list(layouts(job, {"keeps_experts_whole": "--expert-tensor-parallel-size" in argv}))
     assert {layout.ep for layout in tried} == sizes
     some = [layout for layout in tried if more(layout) and layout.splits_sequence == (layout.tp > 1)]
     assert some and not problems(some[0]) and not problems(some[-1])
-    again = layout_of(read_flags([*words, *some[-1].words()]).request(), cluster.devices)
+    again = layout_of(read_flags([*words, *some[-1].flags()]).request(), cluster.devices)
     assert dataclasses.replace(again, schedule=some[-1].schedule) == some[-1]
 
 
-def test_numbers_of_blocks_that_are_given_leave_out_layouts_that_they_do_not_fit() -> None:
+def test_given_numbers_of_blocks_exclude_layouts() -> None:
     words = ["--num-layers", "24", "--hidden-size", "256", "--num-attention-heads", "8", "--seq-length", "256"]
     words += ["--max-position-embeddings", "256", "--bf16", "--planned-devices", "16", "--global-batch-size", "64"]
     words += ["--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "23"]
-    words, request = read_planned(words)
-    plan, _ = planned(words, request)
+    words, request = read_plan_request(words)
+    plan, _ = plan_request(words, request)
     assert plan.best
     assert {layout.chunks for layout in layouts(plan.job, {"pp": 2})} == {1}, "the last rank has one block, not two"
     assert not list(layouts(plan.job, {"pp": 4})), "and four ranks have no block for two of them"
 
 
-def test_experts_that_are_to_be_whole_are_whole_in_every_layout() -> None:
-    words, request = read_planned([*LONG, "--expert-tensor-parallel-size", "1", "--micro-batch-size", "1"])
-    plan, _ = planned(words, request)
+def test_whole_experts_are_kept_in_every_layout() -> None:
+    words, request = read_plan_request([*LONG, "--expert-tensor-parallel-size", "1", "--micro-batch-size", "1"])
+    plan, _ = plan_request(words, request)
     assert plan.best and all(each.layout.keeps_experts_whole for each in plan.best)
-    assert "--expert-tensor-parallel-size 1 " in " ".join(plan.best[0].layout.words())
+    assert "--expert-tensor-parallel-size 1 " in " ".join(plan.best[0].layout.flags())
 
 
-def test_whole_experts_send_and_hold_what_their_ranks_have() -> None:
-    _, request = read_planned(LONG)
+def test_parameters_and_messages_of_whole_experts() -> None:
+    _, request = read_plan_request(LONG)
     job = job_of(request, cluster_of(request, 16))
     common = {"pp": 1, "dp": 2, "splits_sequence": True, "schedule": "1f1b", "chunks": 1, "zero": 1}
     split = Layout(2, 4, 1, 8, **common, recompute="full", micro_batch=1, micro_batches=1)  # type: ignore[arg-type]
@@ -340,16 +340,16 @@ def file(tmp_path: Path) -> str:
         ("--pipeline-schedule FILE", lambda each: (each.pp, each.chunks, each.micro_batches) == (4, 2, 8)),
     ],
 )
-def test_what_is_said_in_other_words_is_kept_and_the_command_says_the_layout(
+def test_alternative_flags_are_kept_and_the_command_has_the_layout(
     flags: str, is_kept: Callable[[Layout], bool], file: str
 ) -> None:
     argv = [*SMALL, *flags.replace("FILE", file).split()]
     if "FILE" not in flags:
         argv += ["--pipeline-model-parallel-size", "4"] * ("zbh1" in flags) + ["--global-batch-size", "64"]
-    plan, problems = planned(*read_planned(argv))
+    plan, problems = plan_request(*read_plan_request(argv))
     assert plan.best and all(is_kept(each.layout) and not problems(each.layout) for each in plan.best)
     *_, command = request_lines(argv, ["x", *argv])
-    _, again = read_planned(command.split()[1:])
+    _, again = read_plan_request(command.split()[1:])
     read, best = layout_of(again, 8), plan.best[0].layout
     assert dataclasses.replace(read, keeps_experts_whole=False) == best
 
@@ -364,14 +364,14 @@ def test_what_is_said_in_other_words_is_kept_and_the_command_says_the_layout(
         "--context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0.1",
     ],
 )
-def test_the_fastest_of_all_is_free_of_what_the_command_asks_for(flags: str, file: str) -> None:
+def test_the_fastest_layout_does_not_keep_the_flags_of_the_command(flags: str, file: str) -> None:
     argv = [*SMALL, "--micro-batch-size", "1", "--global-batch-size", "16", *flags.replace("FILE", file).split()]
-    *_, command = own_lines(argv, NO_PROGRAM, 8, ["x", *argv])
-    assert layout_of(read_planned(command.split()[1:])[1], 8).global_batch == 16
+    *_, command = command_lines(argv, NO_PROGRAM, 8, ["x", *argv])
+    assert layout_of(read_plan_request(command.split()[1:])[1], 8).global_batch == 16
     for word in (file, "--enable-zbh1-pipeline", "--num-layers-per-virtual-pipeline-stage", "--cp-comm-type"):
         assert word not in command
-    words, request = read_planned(argv)
-    assert next_that_fits(words, request, cluster_of(request))[1] is not None
+    words, request = read_plan_request(argv)
+    assert next_fitting(words, request, cluster_of(request))[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_the_fastest_of_all_is_free_of_what_the_command_asks_for(flags: str, fil
     [
         ("--pipeline-model-parallel-size 2", r"is for 4 ranks \(--pipeline-model-parallel-size 2\)"),
         ("--virtual-pipeline-model-parallel-size 3", r"is for 2 chunks a rank \(--virtual-pipeline-.* 3\)"),
-        ("--global-batch-size 12", r"by --pipeline-schedule .*mine.csv for 8 micro-batches\. Drop"),
+        ("--global-batch-size 12", r"satisfies --pipeline-schedule .*mine.csv for 8 micro-batches\. Drop"),
     ],
 )
 def test_contradictions_of_a_file_with_a_schedule_are_refused(flags: str, sentence: str, file: str) -> None:
@@ -391,14 +391,14 @@ def test_contradictions_of_a_file_with_a_schedule_are_refused(flags: str, senten
 def test_a_command_whose_file_is_for_other_micro_batches_is_refused(file: str) -> None:
     argv = [*SMALL, "--pipeline-schedule", file, "--micro-batch-size", "1", "--global-batch-size", "16"]
     argv += ["--pipeline-model-parallel-size", "4", "--virtual-pipeline-model-parallel-size", "2"]
-    assert next(own_lines(argv, NO_PROGRAM, 8, ["x"])).startswith("this command, which fits")
+    assert next(command_lines(argv, NO_PROGRAM, 8, ["x"])).startswith("this command, which fits")
     with pytest.raises(ConfigError, match=r"mine.csv is for 8 micro-batches \(a step has 16: --global-batch-size\)"):
-        list(own_lines([*argv, "--global-batch-size", "32"], NO_PROGRAM, 8, ["x"]))
+        list(command_lines([*argv, "--global-batch-size", "32"], NO_PROGRAM, 8, ["x"]))
 
 
-def test_a_pipeline_whose_ranks_take_unlike_times_takes_what_a_simulation_of_them_says() -> None:
+def test_the_time_of_unequal_pipeline_ranks_equals_a_simulation() -> None:
     argv = [*SMALL, "--pipeline-model-parallel-size", "4", "--micro-batch-size", "1", "--global-batch-size", "16"]
-    _, request = read_planned([*argv, "--vocab-size", "50000"])
+    _, request = read_plan_request([*argv, "--vocab-size", "50000"])
     cluster = cluster_of(request)
     cluster = dataclasses.replace(
         cluster, device=dataclasses.replace(cluster.device, host_seconds_per_layer=0.0, host_seconds_per_step=0.0)

@@ -18,7 +18,7 @@ import openai
 
 from megatron.errors import ConfigError
 from megatron.inference.generation import GeneratedToken, Request
-from megatron.inference.sampling import Chosen, Sampling
+from megatron.inference.sampling import Sampling, TokenChoice
 from megatron.tokenizers.chat import load_chat_template
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
@@ -88,10 +88,10 @@ class FakeEngine:
                 found.append(GeneratedToken(identity, None, finish="failed", failure="Traceback of this sequence"))
                 del self._running[identity]
                 continue
-            prompt: tuple[Chosen, ...] = ()
+            prompt: tuple[TokenChoice, ...] = ()
             top = tuple((number, -float(number)) for number in range(request.top_logprobs))
             if request.scores_prompt and len(left) == request.max_new_tokens:
-                prompt = tuple(Chosen(number, -0.5, top) for number in request.prompt[1:])
+                prompt = tuple(TokenChoice(number, -0.5, top) for number in request.prompt[1:])
             if not left:
                 found.append(GeneratedToken(identity, None, finish="length", prompt=prompt))
                 del self._running[identity]

@@ -1,4 +1,4 @@
-"""Whether the programs of all ranks fit each other: each finding names a rank and where in its step."""
+"""Checks that the programs of all ranks match: each problem names a rank and a message."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from trident.plan.dry_run.programs import ProgramEntry, Programs, RankProgram, moved
-from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage, shown_ranks
+from trident.plan.dry_run.programs import ProgramEntry, Programs, RankProgram, shifted
+from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage, ranks_text
 
 _Group = tuple[int, ...]
-_Step = tuple[str, str, str]  # kind, size, and what it is part of
+_Step = tuple[str, str, str]  # kind, size, part
 
 
 def group_problems(programs: Programs) -> Iterator[str]:
-    """Ranks whose groups are not those that the others of the group have."""
-    walked = {rank: set(program.groups.values()) for rank, program in programs.walked.items()}
-    for program in programs.odd.values():
+    """Groups that differ from those of their other members."""
+    simulated = {rank: set(program.groups.values()) for rank, program in programs.simulated.items()}
+    for program in programs.deviating.values():
         first = programs.class_of(program.rank)
-        expected = {moved(ranks, first, program.rank) for ranks in walked[first]}
+        expected = {shifted(ranks, first, program.rank) for ranks in simulated[first]}
         for name, ranks in program.groups.items():
             if ranks not in expected:
-                shown = shown_ranks(ranks)
+                shown = ranks_text(ranks)
                 yield f"rank {program.rank}: its group {name} has ranks {shown}, which the others do not have"
 
 
 def collective_problems(programs: Programs) -> Iterator[str]:
-    """Ranks that do not send what the others of a group send, at the first message that differs."""
-    classes = {rank: _collectives(program) for rank, program in programs.walked.items()}
-    odd = {rank: _collectives(program) for rank, program in programs.odd.items()}
+    """Collectives in which ranks of a group differ, at the first difference."""
+    classes = {rank: _collectives(program) for rank, program in programs.simulated.items()}
+    deviating = {rank: _collectives(program) for rank, program in programs.deviating.items()}
     seen: set[tuple[int, _Group]] = set()
-    for first, own in classes.items():
-        for group, steps in own.items():
+    for first, by_group in classes.items():
+        for group, steps in by_group.items():
             for delta in _copies(programs, group):
                 ranks = tuple(rank + delta for rank in group)
                 leader = first + delta
@@ -39,151 +39,149 @@ def collective_problems(programs: Programs) -> Iterator[str]:
                     continue
                 for rank in ranks:
                     seen.add((rank, ranks))
-                    theirs = _sequence_of(programs, classes, odd, rank, ranks)
+                    theirs = _sequence_of(programs, classes, deviating, rank, ranks)
                     if theirs is not steps and (theirs is None or _steps(theirs) != _steps(steps)):
-                        sound = next((each for each in ranks if each not in odd), leader)
-                        yield _difference(rank, theirs or [], sound, steps, ranks)
-    for rank, own in odd.items():
+                        reference = next((each for each in ranks if each not in deviating), leader)
+                        yield _difference(rank, theirs or [], reference, steps, ranks)
+    for rank, by_group in deviating.items():
         first = programs.class_of(rank)
-        expected = {moved(group, first, rank) for group in classes[first]}
-        for group, steps in own.items():
+        expected = {shifted(group, first, rank) for group in classes[first]}
+        for group, steps in by_group.items():
             if group not in expected:
-                place, message, part = steps[0]
-                yield f"rank {rank}, message {place} ({part}): {message}: the other ranks of its group take no part"
+                index, message, part = steps[0]
+                yield f"rank {rank}, message {index} ({part}): {message}: the other ranks of its group do not take part"
 
 
 def split_problems(programs: Programs) -> Iterator[str]:
-    """Rows of an all-to-all of which one rank sends another number than the other takes."""
-    classes = {rank: _collectives(program) for rank, program in programs.walked.items()}
-    odd = {rank: _collectives(program) for rank, program in programs.odd.items()}
-    for rank, own in (*classes.items(), *odd.items()):
-        for group, steps in own.items():
-            for place, other in enumerate(group):
-                theirs = _sequence_of(programs, classes, odd, other, group) or []
+    """All-to-alls in which a rank sends another number of rows than the other rank receives."""
+    classes = {rank: _collectives(program) for rank, program in programs.simulated.items()}
+    deviating = {rank: _collectives(program) for rank, program in programs.deviating.items()}
+    for rank, by_group in (*classes.items(), *deviating.items()):
+        for group, steps in by_group.items():
+            for position, other in enumerate(group):
+                theirs = _sequence_of(programs, classes, deviating, other, group) or []
                 for (number, mine, part), (_, message, _) in zip(steps, theirs, strict=False):
-                    taken = message.taken[group.index(rank)] if message.taken else 0
-                    if mine.sent and mine.sent[place] != taken:
+                    received = message.received[group.index(rank)] if message.received else 0
+                    if mine.sent and mine.sent[position] != received:
                         yield (
-                            f"rank {rank}, message {number} ({part}): {mine} sends {mine.sent[place]:,} rows to rank "
-                            f"{other}, which takes {taken:,}"
+                            f"rank {rank}, message {number} ({part}): {mine} sends {mine.sent[position]:,} rows to "
+                            f"rank {other}, which receives {received:,}"
                         )
                         break
 
 
 def peer_problems(programs: Programs) -> Iterator[str]:
-    """Messages between two ranks that do not meet what the other end waits for."""
+    """Sends and receives between two ranks that do not match."""
     checked: set[tuple[int, int]] = set()
     ends = {program.rank: _between(program) for program in programs.representatives()}
-    ranks = set(programs.walked) | _near(programs, programs.odd)
+    ranks = set(programs.simulated) | _near(programs, programs.deviating)
     for rank in sorted(ranks):
-        own = ends.get(rank) or _between(programs.of(rank))
-        for other in own:
+        by_rank = ends.get(rank) or _between(programs.of(rank))
+        for other in by_rank:
             if (rank, other) in checked:
                 continue
             checked |= {(rank, other), (other, rank)}
             theirs = (ends.get(other) or _between(programs.of(other))).get(rank, {})
             for kind, converse in ((SEND, RECEIVE), (RECEIVE, SEND)):
-                mine, wanted = own[other].get(kind, []), theirs.get(converse, [])
-                yield from _unmet(rank, mine, other, wanted, kind)
+                yield from _unmatched(rank, by_rank[other].get(kind, []), other, theirs.get(converse, []), kind)
 
 
-def _unmet(
+def _unmatched(
     rank: int,
     mine: Sequence[tuple[int, ProgramEntry]],
     other: int,
     theirs: Sequence[tuple[int, ProgramEntry]],
     kind: str,
 ) -> Iterator[str]:
-    for own, their in itertools.zip_longest(mine, theirs):
-        if own is None:
-            yield f"rank {other}, message {their[0]}: {their[1].message} ({their[1].part}): rank {rank} has none for it"
+    for one, two in itertools.zip_longest(mine, theirs):
+        if one is None:
+            yield f"rank {other}, message {two[0]}: {two[1].message} ({two[1].part}): no match on rank {rank}"
             return
-        if their is None:
-            yield f"rank {rank}, message {own[0]}: {own[1].message} ({own[1].part}): rank {other} has none for it"
+        if two is None:
+            yield f"rank {rank}, message {one[0]}: {one[1].message} ({one[1].part}): no match on rank {other}"
             return
-        same = own[1].part == their[1].part and own[1].message.size == their[1].message.size
-        if not same:
+        if one[1].part != two[1].part or one[1].message.size != two[1].message.size:
             yield (
-                f"rank {rank}, message {own[0]}: {kind} of the {own[1].part} ({own[1].message.size}), where rank "
-                f"{other}, message {their[0]}, has the {their[1].part} ({their[1].message.size})"
+                f"rank {rank}, message {one[0]}: {kind} of the {one[1].part} ({one[1].message.size}), where rank "
+                f"{other}, message {two[0]}, has the {two[1].part} ({two[1].message.size})"
             )
             return
 
 
-def _near(programs: Programs, odd: Iterable[int]) -> set[int]:
-    """Ranks that differ from their class, and those they exchange messages with."""
+def _near(programs: Programs, deviating: Iterable[int]) -> set[int]:
+    """Deviating ranks, and their peers."""
     near = set()
-    for rank in odd:
+    for rank in deviating:
         near.add(rank)
         near |= {event.message.ranks[1] for event in programs.of(rank).events if not event.message.is_collective}
     return near
 
 
-_Steps = list[tuple[int, RankMessage, str]]  # place in the program, message, part
+_Steps = list[tuple[int, RankMessage, str]]  # index in the program, message, part
 
 
 def _collectives(program: RankProgram) -> dict[_Group, _Steps]:
-    """The collectives of a program by group, each with its place among all messages."""
-    found: dict[_Group, _Steps] = defaultdict(list)
-    for place, (message, part) in enumerate(program.events):
+    """The collectives of a program by group, each with its index among all messages."""
+    collectives: dict[_Group, _Steps] = defaultdict(list)
+    for index, (message, part) in enumerate(program.events):
         if message.is_collective:
-            found[message.ranks].append((place, message, part))
-    return dict(found)
+            collectives[message.ranks].append((index, message, part))
+    return dict(collectives)
 
 
 def _between(program: RankProgram) -> dict[int, dict[str, list[tuple[int, ProgramEntry]]]]:
-    """The messages of a program to and from single ranks, by rank and kind."""
-    found: dict[int, dict[str, list[tuple[int, ProgramEntry]]]] = defaultdict(lambda: defaultdict(list))
-    for place, event in enumerate(program.events):
+    """The sends and receives of a program, by peer and kind."""
+    messages: dict[int, dict[str, list[tuple[int, ProgramEntry]]]] = defaultdict(lambda: defaultdict(list))
+    for index, event in enumerate(program.events):
         if not event.message.is_collective:
-            found[event.message.ranks[1]][event.message.kind].append((place, event))
-    return found
+            messages[event.message.ranks[1]][event.message.kind].append((index, event))
+    return messages
 
 
 def _copies(programs: Programs, group: _Group) -> Iterable[int]:
-    """By how much the group of a walked rank lies further for the others of its class; once if it has them all."""
-    own = programs.class_of(group[0])
-    spans = any(programs.class_of(rank) == own for rank in group[1:])
+    """Rank offsets of a group's copies in the other replicas; only 0 if the group spans the replicas."""
+    first = programs.class_of(group[0])
+    spans = any(programs.class_of(rank) == first for rank in group[1:])
     return (0,) if spans else range(0, programs.stride * programs.replicas, programs.stride)
 
 
 def _sequence_of(
     programs: Programs,
     classes: Mapping[int, dict[_Group, _Steps]],
-    odd: Mapping[int, dict[_Group, _Steps]],
+    deviating: Mapping[int, dict[_Group, _Steps]],
     rank: int,
     ranks: _Group,
 ) -> _Steps | None:
-    if rank in odd:
-        return odd[rank].get(ranks)
+    if rank in deviating:
+        return deviating[rank].get(ranks)
     first = programs.class_of(rank)
-    there = classes[first].get(ranks) if first in ranks or rank == first else None
-    return there if there is not None else classes[first].get(tuple(each - rank + first for each in ranks))
+    steps = classes[first].get(ranks) if first in ranks or rank == first else None
+    return steps if steps is not None else classes[first].get(tuple(each - rank + first for each in ranks))
 
 
 def _steps(steps: _Steps) -> list[_Step]:
     return [(message.kind, message.size, part) for _, message, part in steps]
 
 
-def _difference(rank: int, own: _Steps, leader: int, theirs: _Steps, ranks: _Group) -> str:
-    """The first message in which two ranks of a group differ."""
-    pairs = itertools.zip_longest(own, theirs)
+def _difference(rank: int, steps: _Steps, leader: int, theirs: _Steps, ranks: _Group) -> str:
+    """Describes the first message in which two ranks of a group differ."""
+    pairs = itertools.zip_longest(steps, theirs)
     mine, other = next(
         pair for pair in pairs if pair[0] is None or pair[1] is None or _steps([pair[0]]) != _steps([pair[1]])
     )
     if mine is None:
-        place, message, part = other
+        index, message, part = other
         return (
-            f"rank {rank} ends without the {message.kind} of {message.size} ({part}) over ranks {shown_ranks(ranks)} "
-            f"that rank {leader} begins as message {place}"
+            f"rank {rank} ends without the {message.kind} of {message.size} ({part}) over ranks {ranks_text(ranks)} "
+            f"that rank {leader} starts as message {index}"
         )
-    place, message, part = mine
+    index, message, part = mine
     if other is None:
         return (
-            f"rank {rank}, message {place} ({part}): {message.kind} of {message.size} over ranks {shown_ranks(ranks)}, "
-            f"which rank {leader} does not take part in"
+            f"rank {rank}, message {index} ({part}): {message.kind} of {message.size} over ranks {ranks_text(ranks)}, "
+            f"in which rank {leader} does not take part"
         )
     return (
-        f"rank {rank}, message {place} ({part}): {message.kind} of {message.size} over ranks {shown_ranks(ranks)}, "
+        f"rank {rank}, message {index} ({part}): {message.kind} of {message.size} over ranks {ranks_text(ranks)}, "
         f"where rank {leader} has {other[1].kind} of {other[1].size} ({other[2]}, message {other[0]})"
     )

@@ -1,11 +1,10 @@
-"""Whether the ranks can send their messages to the end: none waits for another one that waits for it.
+"""Checks that the messages of all ranks complete without a deadlock.
 
-Each rank is taken to begin a message only when the one before it is over, and a message to be over when all its ranks
-have begun it. Libraries overlap some messages, as far as their buffers and the device have room for them; a run whose
-ranks meet without that does not depend on it. Only messages between two ranks that follow each other in one pass, as
-around a ring, are begun together.
+Every message is assumed to block: a rank starts it after the previous one is complete, and it is complete when all its
+ranks have started it. Libraries may buffer messages, but a run should not depend on it. Only consecutive sends and
+receives of one pass, as around a ring, are started together.
 
-Ranks of a class do the same at the same time, so that one of each is enough, unless some rank differs from its class.
+Ranks of a class do the same, so that one rank of each is simulated, unless a rank deviates from its class.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from trident.plan.dry_run.recording import SEND, RankMessage
 _MOST_SHOWN = 6
 
 
-class _Meeting(NamedTuple):
-    """Which ranks meet, of those that are simulated; the same for all of them.
+class _Rendezvous(NamedTuple):
+    """The ranks that must start a message.
 
     Attributes:
-        is_collective: all do the same; or the first of two sends to the second.
-        group: the ranks of the message, of that copy of it that the simulated ranks take part in.
-        ranks: those that are simulated.
+        is_collective: otherwise the first of two ranks sends to the second.
+        group: the ranks of the message, in the copy of it with simulated ranks.
+        ranks: the simulated ranks.
     """
 
     is_collective: bool
@@ -35,83 +34,82 @@ class _Meeting(NamedTuple):
 
 
 def order_problems(programs: Programs) -> Iterator[str]:
-    """The first circle of ranks of which each waits for the next one; if there is none, ranks that take up the messages
-    of several groups in another order than their class.
-
-    Such a rank ends here, and may still hang where a library has one order for all groups of a device.
+    """The first cycle of ranks that wait for each other; without one, ranks with another order of messages than their
+    class.
     """
-    simulation = _Simulation(programs)
-    circle = simulation.circle(simulation.run())
-    if circle:
-        shown = "; ".join(simulation.shown(rank) for rank in circle[:_MOST_SHOWN])
-        more = f"; and {len(circle) - _MOST_SHOWN} more" if len(circle) > _MOST_SHOWN else ""
-        yield f"{shown}{more}: each waits for the next one, the last for rank {circle[0]}, which may hang the run"
+    replay = _Replay(programs)
+    cycle = replay.cycle(replay.run())
+    if cycle:
+        shown = "; ".join(replay.wait_text(rank) for rank in cycle[:_MOST_SHOWN])
+        more = f"; and {len(cycle) - _MOST_SHOWN} more" if len(cycle) > _MOST_SHOWN else ""
+        yield f"{shown}{more}: each waits for the next one, the last for rank {cycle[0]}, which may hang the run"
         return
-    for rank, program in programs.odd.items():
-        usual = programs.walked[programs.class_of(rank)].at(rank).events
-        for place, (own, other) in enumerate(zip(program.events, usual, strict=False)):
-            if own != other:
+    # Another order completes here, but may hang where a library orders the messages of all groups of a device.
+    for rank, program in programs.deviating.items():
+        expected = programs.simulated[programs.class_of(rank)].at(rank).events
+        for index, (entry, other) in enumerate(zip(program.events, expected, strict=False)):
+            if entry != other:
                 yield (
-                    f"rank {rank}, message {place} ({own.part}): {own.message}, where the other ranks of its class "
+                    f"rank {rank}, message {index} ({entry.part}): {entry.message}, where the other ranks of its class "
                     f"have {other.message} ({other.part})"
                 )
                 break
 
 
-class _Simulation:
-    """Ranks that go from message to message."""
+class _Replay:
+    """Replays the messages of ranks."""
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        ranks = range(programs.size) if programs.odd else sorted(programs.walked)
+        ranks = range(programs.size) if programs.deviating else sorted(programs.simulated)
         self._events: dict[int, Sequence[ProgramEntry]] = {rank: programs.of(rank).events for rank in ranks}
-        self._at = dict.fromkeys(self._events, 0)  # the first message that a rank has begun and not ended
-        self._open: dict[int, int] = {}  # how many it has begun and not ended
-        self._waiting: dict[_Meeting, Counter[int]] = defaultdict(Counter)  # messages begun by each rank
-        self._meetings: dict[tuple[bool, tuple[int, ...]], _Meeting] = {}
+        self._at = dict.fromkeys(self._events, 0)  # index of the first incomplete message of a rank
+        self._open: dict[int, int] = {}  # number of started, incomplete messages
+        self._waiting: dict[_Rendezvous, Counter[int]] = defaultdict(Counter)  # messages started by each rank
+        self._rendezvous_by_group: dict[tuple[bool, tuple[int, ...]], _Rendezvous] = {}
 
     def run(self) -> list[int]:
-        """Goes as far as the ranks can; returns those that are not at their end."""
-        moving = list(self._events)
-        while moving:
-            moving += self._begin(moving.pop())
+        """Replays as many messages as possible; returns the ranks that are stuck."""
+        ready = list(self._events)
+        while ready:
+            ready += self._start(ready.pop())
         return [rank for rank, events in self._events.items() if self._at[rank] < len(events)]
 
-    def circle(self, stuck: Sequence[int]) -> list[int]:
-        """Ranks of which each waits for the next and the last for the first, with one that differs from its class."""
-        for first in sorted(stuck, key=lambda rank: (rank not in self._programs.odd, rank)):
+    def cycle(self, stuck: Sequence[int]) -> list[int]:
+        """A cycle of ranks that wait for each other, preferably from a deviating rank."""
+        for first in sorted(stuck, key=lambda rank: (rank not in self._programs.deviating, rank)):
             path = [first]
-            while (absent := self._awaited_by(path[-1])) is not None:
+            while (absent := self._rank_awaited_by(path[-1])) is not None:
                 if absent in path:
                     return path[path.index(absent) :]
                 path.append(absent)
         return []
 
-    def shown(self, rank: int) -> str:
-        """What a rank waits in."""
+    def wait_text(self, rank: int) -> str:
+        """Describes the message in which a rank waits."""
         message, part = self._events[rank][self._at[rank]]
         return f"rank {rank}, message {self._at[rank]} ({part}): {message}"
 
-    def _begin(self, rank: int) -> Iterator[int]:
-        """Begins the next messages of a rank; returns the ranks that have ended theirs by that."""
-        messages = self._together(rank)
+    def _start(self, rank: int) -> Iterator[int]:
+        """Starts the next messages of a rank; returns the ranks whose messages this completes."""
+        messages = self._next_messages(rank)
         self._open[rank] = len(messages)
         for message in messages:
-            meeting = self._meeting(message)
-            there = self._waiting[meeting]
-            there[rank] += 1
-            if len(there) == len(meeting.ranks):
-                for each in meeting.ranks:
-                    there[each] -= 1
-                    if not there[each]:
-                        del there[each]
+            rendezvous = self._rendezvous(message)
+            started = self._waiting[rendezvous]
+            started[rank] += 1
+            if len(started) == len(rendezvous.ranks):
+                for each in rendezvous.ranks:
+                    started[each] -= 1
+                    if not started[each]:
+                        del started[each]
                     self._open[each] -= 1
                     if not self._open[each]:
-                        self._at[each] += len(self._together(each))
+                        self._at[each] += len(self._next_messages(each))
                         yield each
 
-    def _together(self, rank: int) -> Sequence[RankMessage]:
-        """The messages of a rank that it begins next: one, or those of a pass between two ranks each."""
+    def _next_messages(self, rank: int) -> Sequence[RankMessage]:
+        """The messages that a rank starts together: one, or all sends and receives of a pass."""
         first, events = self._at[rank], self._events[rank]
         last = min(first + 1, len(events))
         while last < len(events) and not (events[first].message.is_collective or events[last].message.is_collective):
@@ -120,27 +118,27 @@ class _Simulation:
             last += 1
         return [message for message, _ in events[first:last]]
 
-    def _awaited_by(self, rank: int) -> int | None:
-        """The first rank that has not begun what another one waits in; None if that rank is at its end."""
-        for message in self._together(rank):
-            there = self._waiting[self._meeting(message)]
-            if rank in there:
-                return next(each for each in self._meeting(message).ranks if each not in there)
+    def _rank_awaited_by(self, rank: int) -> int | None:
+        """The first rank that has not started the message in which a rank waits; None if that rank is finished."""
+        for message in self._next_messages(rank):
+            started = self._waiting[self._rendezvous(message)]
+            if rank in started:
+                return next(each for each in self._rendezvous(message).ranks if each not in started)
         return None
 
-    def _meeting(self, message: RankMessage) -> _Meeting:
+    def _rendezvous(self, message: RankMessage) -> _Rendezvous:
         is_reversed = not message.is_collective and message.kind != SEND
         group = message.ranks[::-1] if is_reversed else message.ranks
-        known = self._meetings.get((message.is_collective, group))
-        if known is None:
-            known = self._meetings[message.is_collective, group] = self._located(message.is_collective, group)
-        return known
+        key = message.is_collective, group
+        if key not in self._rendezvous_by_group:
+            self._rendezvous_by_group[key] = self._simulated_rendezvous(*key)
+        return self._rendezvous_by_group[key]
 
-    def _located(self, is_collective: bool, group: tuple[int, ...]) -> _Meeting:
-        if self._programs.odd:
-            return _Meeting(is_collective, group, group)
+    def _simulated_rendezvous(self, is_collective: bool, group: tuple[int, ...]) -> _Rendezvous:
+        if self._programs.deviating:
+            return _Rendezvous(is_collective, group, group)
         classes = [self._programs.class_of(rank) for rank in group]
-        if len(set(classes)) == len(group):  # copies of it lie at other places of each class
-            first = min(rank - own for rank, own in zip(group, classes, strict=True))
-            group = tuple(rank - first for rank in group)
-        return _Meeting(is_collective, group, tuple(sorted(set(classes))))
+        if len(set(classes)) == len(group):  # each replica has its own copy of the group
+            offset = min(rank - first for rank, first in zip(group, classes, strict=True))
+            group = tuple(rank - offset for rank in group)
+        return _Rendezvous(is_collective, group, tuple(sorted(set(classes))))

@@ -1,4 +1,4 @@
-"""What every rank does in a step, by class of ranks: its messages in order, and what they are part of."""
+"""The messages of every rank in a step, by class of ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trident.plan.dry_run.recording import RankMessage
 
 
 class ProgramEntry(NamedTuple):
-    """A message and what it is part of, such as `0F3`: the forward pass of micro-batch 3 through chunk 0."""
+    """A message and its part of the step, such as `0F3`: the forward pass of micro-batch 3 through chunk 0."""
 
     message: RankMessage
     part: str
@@ -19,12 +19,12 @@ class ProgramEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatShare:
-    """Tensors that lie one after the other, of which each rank of a group updates and saves an equal part.
+    """Concatenated tensors of which each rank of a group updates and saves an equal shard.
 
     Attributes:
         ranks: the group.
-        length: elements of all parts, padding included.
-        saved: of each tensor that is saved, its first element here and one past its last.
+        length: total elements, including padding.
+        saved: start and end of each saved tensor.
     """
 
     ranks: tuple[int, ...]
@@ -32,23 +32,23 @@ class FlatShare:
     saved: tuple[tuple[int, int], ...]
 
     def pieces(self) -> Counter[int]:
-        """How many parts of tensors each rank saves."""
-        part = -(-self.length // len(self.ranks))
+        """The number of tensor shards that each rank saves."""
+        shard = -(-self.length // len(self.ranks))
         return Counter(
-            self.ranks[place] for first, end in self.saved for place in range(first // part, -(-end // part))
+            self.ranks[index] for start, end in self.saved for index in range(start // shard, -(-end // shard))
         )
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What a rank does in a step.
+    """The messages and state of a rank in a step.
 
     Attributes:
-        rank: the one that was walked, or the one that differs.
+        rank: the simulated rank.
         events: its messages in order.
-        groups: the ranks of every group it opened, by name.
+        groups: the ranks of its process groups, by name.
         parameters: bytes of its weights.
-        shares: what it updates and saves a part of.
+        shares: the flat groups of which it updates and saves a shard.
     """
 
     rank: int
@@ -58,16 +58,16 @@ class RankProgram:
     shares: tuple[FlatShare, ...] = ()
 
     def at(self, rank: int) -> RankProgram:
-        """The same for another rank, which does the same with other ranks."""
+        """The program of another rank of the class."""
         events = tuple(
-            ProgramEntry(replace(message, ranks=moved(message.ranks, self.rank, rank)), part)
+            ProgramEntry(replace(message, ranks=shifted(message.ranks, self.rank, rank)), part)
             for message, part in self.events
         )
-        groups = {name: moved(ranks, self.rank, rank) for name, ranks in self.groups.items()}
-        shares = tuple(replace(each, ranks=moved(each.ranks, self.rank, rank)) for each in self.shares)
+        groups = {name: shifted(ranks, self.rank, rank) for name, ranks in self.groups.items()}
+        shares = tuple(replace(each, ranks=shifted(each.ranks, self.rank, rank)) for each in self.shares)
         return RankProgram(rank, events, groups, self.parameters, shares)
 
-    def changed(self, events: Sequence[ProgramEntry]) -> RankProgram:
+    def with_events(self, events: Sequence[ProgramEntry]) -> RankProgram:
         return replace(self, events=tuple(events))
 
 
@@ -75,53 +75,53 @@ class RankProgram:
 class Programs:
     """The programs of all ranks.
 
-    Ranks are of one class if they have the same stage, the same part of the tensors, of the sequences and of the
-    experts: they do the same on other samples.
+    Ranks of a class have the same stage and the same shards of tensors, sequences and experts: they do the same with
+    other samples.
 
     Attributes:
-        size: the number of ranks.
-        stride: the ranks that lie between two ranks of a class with neighbouring samples.
-        replicas: how many ranks a class has.
-        walked: the program of a rank of each class, by that rank.
-        odd: programs of single ranks that are not those of their class.
+        size: the world size.
+        stride: rank distance of neighbours in a class.
+        replicas: ranks per class.
+        simulated: the program of one rank of each class, by that rank.
+        deviating: programs of ranks that differ from their class.
     """
 
     size: int
     stride: int
     replicas: int
-    walked: Mapping[int, RankProgram]
-    odd: Mapping[int, RankProgram] = field(default_factory=dict)
+    simulated: Mapping[int, RankProgram]
+    deviating: Mapping[int, RankProgram] = field(default_factory=dict)
 
     def class_of(self, rank: int) -> int:
-        """The rank that was walked for a rank."""
-        span = self.stride * self.replicas
-        return rank // span * span + rank % self.stride
+        """The simulated rank of a rank's class."""
+        stage = self.stride * self.replicas
+        return rank // stage * stage + rank % self.stride
 
     def of(self, rank: int) -> RankProgram:
-        """The program of a rank, with its own ranks in it."""
-        if rank in self.odd:
-            return self.odd[rank]
+        """The program of a rank."""
+        if rank in self.deviating:
+            return self.deviating[rank]
         first = self.class_of(rank)
-        return self.walked[first] if rank == first else self.walked[first].at(rank)
+        return self.simulated[first] if rank == first else self.simulated[first].at(rank)
 
     def saved_pieces(self) -> Counter[int]:
-        """How many parts of tensors each rank saves, by rank; once of those that ranks hold copies of."""
+        """The number of tensor shards that each rank saves; replicated shards are counted once."""
         shares = {
-            (share.ranks, place): share for each in self.walked.values() for place, share in enumerate(each.shares)
+            (share.ranks, index): share for each in self.simulated.values() for index, share in enumerate(each.shares)
         }
         return sum((share.pieces() for share in shares.values()), Counter())
 
     def with_deviating(self, *programs: RankProgram) -> Programs:
-        """The same, but for those of these ranks that do something else than their class."""
-        unlike = {each.rank: each for each in programs if each != self.of(each.rank)}
-        return replace(self, odd={**self.odd, **unlike})
+        """Returns a copy with those of the programs that differ from their class."""
+        differing = {each.rank: each for each in programs if each != self.of(each.rank)}
+        return replace(self, deviating={**self.deviating, **differing})
 
     def representatives(self) -> Iterator[RankProgram]:
-        """One program of each class, then those that differ."""
-        yield from self.walked.values()
-        yield from self.odd.values()
+        """One program of each class, then the deviating ones."""
+        yield from self.simulated.values()
+        yield from self.deviating.values()
 
 
-def moved(ranks: tuple[int, ...], first: int, rank: int) -> tuple[int, ...]:
-    """A group of the rank `first`, as it is for another rank of its class: the same one if both are in it."""
+def shifted(ranks: tuple[int, ...], first: int, rank: int) -> tuple[int, ...]:
+    """The group of another rank of the class of `first`: the same one if both are in it."""
     return ranks if rank in ranks else tuple(each + rank - first for each in ranks)

@@ -1,4 +1,4 @@
-"""Walks one rank: builds its mesh and layers without memory, and runs a step of it, whose messages are recorded."""
+"""Simulates one rank: builds its mesh and meta layers, runs a step and records the messages."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage, RecordedM
 from trident.plan.memory import REDUCE_BUCKET
 
 _TIMEOUT = timedelta(minutes=1)
-# The messages of a pass by its kind, its chunk, and whether its micro-batch is not the first.
+# The messages of a pass by kind, chunk, and True for all micro-batches except the first.
 _Passes = Mapping[tuple[Kind, int, bool], tuple[RankMessage, ...]]
 _FORWARD_MESSAGES = (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
 
 
 def mesh_at(config: RunConfig, rank: int, size: int) -> ParallelMesh:
-    """The place of a rank, without groups."""
+    """The mesh of a rank without process groups."""
     experts = requested_experts(config.parallel)
     mesh = ParallelMesh.at(requested_axes(config.parallel, size), rank, "meta", experts=experts)
     return dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
 
 
 def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerStack]:
-    """The layers of a rank, without memory."""
+    """The layers of a rank on the meta device."""
     network = network_layers(config.model, mesh)
     chunks = pipeline_settings(config).chunks(network, mesh.pp)
     with torch.device("meta"):
@@ -70,8 +70,14 @@ def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerSt
 def simulate_rank(
     config: RunConfig, rank: int, size: int, batches: Sequence[int], results: dict[Any, Any] | None = None
 ) -> list[RankProgram]:
-    """The programs of a rank in steps of each of these global batches, in an evaluation and in a save, of a run that
-    `dry_run_problems` lets pass; `results` are those of operations on other ranks.
+    """Simulates a rank of a run that `dry_run_problems` accepts.
+
+    Args:
+        batches: global batch sizes.
+        results: cache of operations, shared by ranks.
+
+    Returns:
+        its programs: of a step for each global batch size, of an evaluation and of a save.
     """
     with fake_world(rank, size):
         axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
@@ -84,7 +90,7 @@ def simulate_rank(
 
 
 class RankSimulation:
-    """One rank on its way through a step."""
+    """The simulation of one rank."""
 
     def __init__(
         self, config: RunConfig, mesh: ParallelMesh, chunks: Chunks, stack: LayerStack, recorded: RecordedMessages
@@ -108,23 +114,23 @@ class RankSimulation:
         self._groups = self._flat_groups()
 
     def programs(self, batches: Sequence[int]) -> list[RankProgram]:
-        """Walks a step, an evaluation and a save."""
+        """Simulates a step, an evaluation and a save."""
         config, mesh, rank = self._config, self._mesh, self._mesh.world.rank
         with self._recorded:
             sums, partial = self._gradient_sum(), partial_parameters(self._stack)
             sums.keep_whole(each for _, group in partial for each in group)
-            losses, begin, passes = self._run_few_micro_batches(*self._few_micro_batches(), sums)
+            losses, start, passes = self._run_few_micro_batches(*self._few_micro_batches(), sums)
             end = list(self._after_passes(sums, partial, losses))
             evaluation = list(self._evaluation(batches[0], sums)) if config.evaluation.eval_iters else []
             saved = list(self._save()) if config.saving.save is not None else []
-        steps = [(*begin, *self._expanded(self._program(batch), passes), *end) for batch in batches]
+        steps = [(*start, *self._expanded(self._program(batch), passes), *end) for batch in batches]
         weights = sum(each.numel() * each.element_size() for each in self._stack.parameters())
         axes = (*mesh.axes, mesh.embedding, mesh.model, mesh.gradient, mesh.loss, mesh.ep, mesh.expert_gradient)
         groups, shares = {axis.name: axis.ranks for axis in axes}, self._shares()
         return [RankProgram(rank, tuple(each), groups, weights, shares) for each in (*steps, evaluation, saved)]
 
     def _gradient_sum(self) -> GradientSum:
-        """What the engine adds gradients up in (`engine/deepspeed_internals/optimizer_views.py`)."""
+        """The engine's gradient accumulator (`engine/deepspeed_internals/optimizer_views.py`)."""
         stage, averaging = self._config.parallel.effective_zero_stage, self._averaging
         if stage == 0:
             return GradientsInPlace(self._trained, _all, averaging)
@@ -143,8 +149,8 @@ class RankSimulation:
     def _run_few_micro_batches(
         self, program: Program, count: int, sums: GradientSum, *, trains: bool = True
     ) -> tuple[StepLoss, list[ProgramEntry], _Passes]:
-        """What a program adds up, its messages before the first pass, and those of each kind of pass and chunk, of the
-        first micro-batch and of a later one, without those between stages.
+        """Runs a program; returns its losses, its messages before the first pass, and the messages of each kind of
+        pass and chunk without those between stages.
         """
         config, mesh = self._config, self._mesh
         settings = dataclasses.replace(step_settings(config, mesh), sequence_parallel=mesh.sequence_parallel)
@@ -156,23 +162,21 @@ class RankSimulation:
         runner = ChunkRunner(
             self._stack, self._chunks, splits_backward=pipeline_settings(config).splits_backward and trains
         )
-        begin, self._phases, self._phase = self._recorded.take(), [], ""
+        start, self._phases, self._phase = self._recorded.take(), [], ""
         self._hidden = math.prod(settings.hidden_shape(*given[0].shape))
         self._dtype = str(settings.dtype).removeprefix("torch.")
         self._stack.train(trains)
         Executor(runner, mesh.pp, mesh.world, sums.add, self._enter).run(program, given, losses, trains=trains)
         self._enter("")
         actions = (action for action in program if not action.kind.is_message)
-        walked = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
+        simulated = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
         passes: dict[tuple[Kind, int, bool], tuple[RankMessage, ...]] = {}
-        for action, messages in zip(actions, walked, strict=True):
+        for action, messages in zip(actions, simulated, strict=True):
             passes.setdefault((action.kind, action.chunk, action.micro_batch > 0), messages)
-        return losses, list(self._events("begin", begin)), passes
+        return losses, list(self._events("start", start)), passes
 
     def _few_micro_batches(self) -> tuple[Program, int]:
-        """The program that is run, and its micro-batches: two, or those of a file that have every kind of pass of each
-        chunk.
-        """
+        """The program to run, and its micro-batches: two, or enough for every kind of pass of a schedule file."""
         pipeline, axis = pipeline_settings(self._config), self._mesh.pp
         if not is_schedule_file(pipeline.schedule):
             return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, 2).actions[axis.rank], 2
@@ -192,17 +196,16 @@ class RankSimulation:
         self._phase = phase
 
     def _micro_batches(self, batch: int) -> int:
-        """Those of a rank in a global batch."""
         return batch // (self._config.optim.micro_batch_size * self._config.parallel.data_parallel_size)
 
     def _program(self, batch: int) -> Program:
-        """What the schedule has this rank do in a step."""
+        """The actions of this rank in a step."""
         pipeline, axis = pipeline_settings(self._config), self._mesh.pp
         count = self._micro_batches(batch)
         return build_schedule(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count).actions[axis.rank]
 
     def _expanded(self, program: Program, passes: _Passes) -> Iterator[ProgramEntry]:
-        """The passes of all micro-batches of a program, with the messages between stages."""
+        """The messages of all micro-batches of a program, including those between stages."""
         for action in program:
             if action.kind.is_message:
                 yield ProgramEntry(self._between(action), _crossing(action))
@@ -212,23 +215,23 @@ class RankSimulation:
                 yield from self._events(str(action), later if action.micro_batch else first)
 
     def _evaluation(self, batch: int, sums: GradientSum) -> Iterator[ProgramEntry]:
-        """The messages of an evaluation's global batch."""
+        """The messages of an evaluation of one global batch."""
         pipeline, axis = pipeline_settings(self._config), self._mesh.pp
         few, program = (
             forward_programs(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count)[axis.rank]
             for count in (1, self._micro_batches(batch))
         )
-        losses, begin, passes = self._run_few_micro_batches(few, 1, sums, trains=False)
+        losses, start, passes = self._run_few_micro_batches(few, 1, sums, trains=False)
         losses.totals.over_ranks(self._mesh)
         end = self._recorded.take()
-        yield from (*begin, *self._expanded(program, passes), *self._events("loss", end))
+        yield from (*start, *self._expanded(program, passes), *self._events("loss", end))
 
     def _save(self) -> Iterator[ProgramEntry]:
-        """The messages of a save, of which rank 0 writes an element into a folder of its own."""
+        """The messages of a save, in which rank 0 writes one element into a temporary folder."""
         mesh, recorded, taken = self._mesh, self._recorded, dict[PieceKey, torch.Tensor]()
         with torch.device("cpu"), TemporaryDirectory() as folder:
             if mesh.world.rank == 0:
-                taken[PieceKey("walked", "master", (1,), (0,), (1,), 0, 1)] = torch.zeros(1)
+                taken[PieceKey("simulated", "master", (1,), (0,), (1,), 0, 1)] = torch.zeros(1)
             tree: Any = RecordedTree(recorded, mesh.control.ranks)
             mesh = dataclasses.replace(mesh, control=dataclasses.replace(mesh.control, group=None, tree=tree))
             options = SaveOptions(lines=SaveLines(lambda *_: None, lambda *_: None))
@@ -241,7 +244,7 @@ class RankSimulation:
         return RankMessage(kind, ends, self._hidden, self._dtype)
 
     def _after_passes(self, sums: GradientSum, partial: Partial, losses: StepLoss) -> Iterator[ProgramEntry]:
-        """Sums over ranks, the norm, and the weights that each rank updates for the others."""
+        """The messages after the passes: sums of gradients, norm, loss, and updated weights."""
         mesh = self._mesh
         for axis, parameters in partial:
             sums.sum_over(axis, parameters)
@@ -252,40 +255,37 @@ class RankSimulation:
         yield from self._events("norm and loss", self._recorded.take())
         yield from self._matrix_messages() if self._has_matrices else ()
         for group in self._groups if self._config.parallel.effective_zero_stage else ():
-            if self._axis(group).size > 1:  # by DeepSpeed, after the update
+            if self._axis(group).size > 1:  # DeepSpeed's all-gather after the update
                 gathered = RankMessage("all-gather", self._axis(group).ranks, group.length, self._dtype)
                 yield ProgramEntry(gathered, "weights")
 
     def _matrix_messages(self) -> Iterator[ProgramEntry]:
-        """Those by which Muon's matrices come to their owners and go back.
-
-        What a rank sends depends on the matrices that it owns; each message has the elements of all matrices that are
-        under way, in which all ranks have to agree.
-        """
+        """The all-to-alls that send Muon's matrices to their owners and back."""
+        # Rows depend on the matrices that a rank owns: compare the elements of all matrices in a bucket instead.
         matrices = [
-            DividedMatrix(shard_spec_of(each), shard_spec_of(each).replicas(self._mesh), self._ranges(group, place))
+            DividedMatrix(shard_spec_of(each), shard_spec_of(each).replicas(self._mesh), self._ranges(group, index))
             for group in self._groups
             if is_block_matrix(group.parameters[0])
-            for place, each in enumerate(group.parameters)
+            for index, each in enumerate(group.parameters)
         ]
         for numbers, whole in WholeMatrices.buckets(matrices):
             chosen = [matrices[number] for number in numbers]
             whole.transform([torch.empty(each.ranges[each.replicas.rank][1]) for each in chosen], _nothing)
             elements = sum(each.shard_numel for each in chosen)
             for message in self._recorded.take():
-                yield ProgramEntry(dataclasses.replace(message, elements=elements, sent=(), taken=()), "matrices")
+                yield ProgramEntry(dataclasses.replace(message, elements=elements, sent=(), received=()), "matrices")
 
-    def _ranges(self, group: FlatGroup, place: int) -> tuple[tuple[int, int], ...]:
-        """The first element and the number of elements that each rank updates of a parameter."""
-        numel, ranks = group.parameters[place].numel(), self._axis(group).size
+    def _ranges(self, group: FlatGroup, index: int) -> tuple[tuple[int, int], ...]:
+        """First element and number of elements of a parameter that each rank updates."""
+        numel, ranks = group.parameters[index].numel(), self._axis(group).size
         if not self._config.parallel.effective_zero_stage:
             return ((0, numel),) * ranks
-        part, start = group.length // ranks, group.starts[place]
-        bounds = [(max(0, rank * part - start), min(numel, (rank + 1) * part - start)) for rank in range(ranks)]
+        shard, start = group.length // ranks, group.starts[index]
+        bounds = [(max(0, rank * shard - start), min(numel, (rank + 1) * shard - start)) for rank in range(ranks)]
         return tuple((first, end - first) if end > first else (0, 0) for first, end in bounds)
 
     def _shares(self) -> tuple[FlatShare, ...]:
-        """What this rank updates and saves a part of: of flat groups, or of each tensor if nothing is flat."""
+        """The shares of flat groups, or of each tensor without ZeRO."""
         groups = self._groups
         if not self._config.parallel.effective_zero_stage:
             groups = [FlatGroup((each,), (0,), each.numel()) for each in self._trained]
@@ -299,7 +299,7 @@ class RankSimulation:
         )
 
     def _flat_groups(self) -> list[FlatGroup]:
-        """Parameters in the flat buffers of the optimizer's groups, padded so that ranks get equal parts."""
+        """Parameters in the flat buffers of the optimizer's groups, padded to equal shards."""
         members: dict[tuple[bool, ...], list[nn.Parameter]] = {}
         for each in self._trained:
             is_tied = any(each is weight for weight, _ in self._tied)
@@ -320,7 +320,7 @@ class RankSimulation:
 
 
 def _crossing(action: Action) -> str:
-    """What a message between stages carries, the same at both ends."""
+    """The content of a message between stages, the same at both ends."""
     is_forward = action.kind in _FORWARD_MESSAGES
     receives = action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD)
     boundary = action.chunk - receives if is_forward else action.chunk + receives
@@ -332,4 +332,4 @@ def _all(parameter: nn.Parameter) -> bool:
 
 
 def _nothing(*_: object) -> None:
-    """In place of orthogonalisation, which sends nothing."""
+    """Replaces orthogonalization, which sends nothing."""

@@ -1,6 +1,6 @@
-"""Records the messages of one rank of a world that does not exist, in place of sending them.
+"""Records the messages of one rank of a fake world instead of sending them.
 
-The rank's code runs as it is, on tensors that have shapes and no values.
+The code of the rank runs unchanged, on meta tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 SEND, RECEIVE = "send", "receive"
 _PEER_TO_PEER = {"send": SEND, "recv_": RECEIVE}
-# The names of collectives, by torch's operation.
+# Names of collectives by torch operation.
 _KINDS = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
@@ -40,15 +40,15 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class RankMessage:
-    """A collective, or one end of a message between two ranks.
+    """A collective, a send or a receive.
 
     Attributes:
         kind: such as all-reduce, send or receive.
-        ranks: the global ranks of its group; of a message between two, this rank and the other.
-        elements: of the largest tensor that this rank gives or takes.
-        dtype: of them.
-        operation: how values are combined, or which rank of the group they come from or go to.
-        sent, taken: rows that go to and come from each rank of an all-to-all.
+        ranks: the global ranks of its group; for sends and receives, this rank and its peer.
+        elements: of the largest tensor of this rank.
+        dtype: of the elements.
+        operation: the reduction, and the root.
+        sent, received: rows sent to and received from each rank in an all-to-all.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class RankMessage:
     dtype: str
     operation: str = ""
     sent: tuple[int, ...] = ()
-    taken: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
 
     @property
     def is_collective(self) -> bool:
@@ -65,31 +65,31 @@ class RankMessage:
 
     @property
     def size(self) -> str:
-        """Elements, their type, and how they are combined if not by a sum."""
-        combined = f" ({self.operation})" if self.operation not in ("", "sum") else ""
-        return f"{self.elements:,} {self.dtype}{combined}"
+        """Elements, dtype, and operation unless it is a sum."""
+        operation = f" ({self.operation})" if self.operation not in ("", "sum") else ""
+        return f"{self.elements:,} {self.dtype}{operation}"
 
     def __str__(self) -> str:
         if not self.is_collective:
-            end = "to" if self.kind == SEND else "from"
-            return f"{self.kind} of {self.size} {end} rank {self.ranks[1]}"
-        return f"{self.kind} of {self.size} over ranks {shown_ranks(self.ranks)}"
+            direction = "to" if self.kind == SEND else "from"
+            return f"{self.kind} of {self.size} {direction} rank {self.ranks[1]}"
+        return f"{self.kind} of {self.size} over ranks {ranks_text(self.ranks)}"
 
 
-def shown_ranks(ranks: Sequence[int]) -> str:
-    """A group in a few words: all of few ranks, or the first, the next and the last."""
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Formats a group: all of up to four ranks, otherwise the first two and the last."""
     if len(ranks) <= 4:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)})"
 
 
 class RecordedMessages(TorchDispatchMode):
-    """Takes the messages of this rank off it, in their order; a context manager.
+    """Context manager that records the messages of this rank in order.
 
     Attributes:
         rank: this rank.
-        results: of operations so far, as `_described` says, None for a change in place; ranks can share them.
-        messages: so far.
+        results: cached results of operations, see `_described`; None for in-place operations. Ranks can share them.
+        messages: recorded messages.
     """
 
     def __init__(self, rank: int, results: dict[Any, Any]) -> None:
@@ -104,9 +104,9 @@ class RecordedMessages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         """Records an operation of torch.distributed, or runs any other."""
         namespace, _, name = func.name().partition("::")
-        if func is torch.ops.aten.nonzero.default:  # what is in no memory is taken to be nowhere zero
+        if func is torch.ops.aten.nonzero.default:  # meta tensors count as nonzero everywhere
             return given[0].new_empty(given[0].numel(), given[0].dim(), dtype=torch.int64)
-        if func is torch.ops.aten._local_scalar_dense.default:  # and every value that the host asks for is zero
+        if func is torch.ops.aten._local_scalar_dense.default:  # values read by the host are zero
             return torch.zeros((), dtype=given[0].dtype, device="cpu").item()
         if namespace != "c10d":
             return self._result(func, given, named or {})
@@ -121,18 +121,18 @@ class RecordedMessages(TorchDispatchMode):
         kind = _PEER_TO_PEER.get(name) or _KINDS[name]
         dtype = str(largest.dtype).removeprefix("torch.")
         sent: tuple[int, ...] = ()
-        taken: tuple[int, ...] = ()
+        received: tuple[int, ...] = ()
         if kind == "all-to-all":
-            sent, taken = _rows(given[1], given[4:5], len(ranks)), _rows(given[0], given[3:4], len(ranks))
+            sent, received = _rows(given[1], given[4:5], len(ranks)), _rows(given[0], given[3:4], len(ranks))
         operation = _operation(name, func, given)
-        self.messages.append(RankMessage(kind, ranks, math.prod(largest.shape), dtype, operation, sent, taken))
+        self.messages.append(RankMessage(kind, ranks, math.prod(largest.shape), dtype, operation, sent, received))
         work = Work.boxed(FakeWork())
         if name in ("send", "recv_", "barrier", "reduce_", "gather_", "alltoall_base_"):
             return work
         return given[0], work
 
     def _result(self, func: Any, given: Any, named: Any) -> Any:
-        """Runs an operation, or makes what it gave for tensors like these: torch takes up to 1 ms to find a shape."""
+        """Runs an operation, or rebuilds its cached result: torch takes up to 1 ms to infer a shape."""
         key = None if func.is_view else _described((func, given, list(named.items())))
         if key in self.results:
             result = self.results[key]
@@ -147,7 +147,7 @@ class RecordedMessages(TorchDispatchMode):
 
 
 def _described(value: Any) -> Any:
-    """All that the results of an operation depend on; None if that includes values of a tensor."""
+    """The cache key of arguments, or the description of a result; None if it depends on values of a tensor."""
     if isinstance(value, torch.Tensor):
         return (value.shape, value.stride(), value.dtype) if value.is_meta else None
     if isinstance(value, list | tuple):
@@ -157,17 +157,16 @@ def _described(value: Any) -> Any:
 
 
 def _made(described: Any) -> Any:
-    """The opposite of `_described`."""
     if isinstance(described[0], torch.Size):
         return torch.empty_strided(described[0], described[1], dtype=described[2], device="meta")
     return described[1] if isinstance(described[0], type) else tuple(_made(each) for each in described)
 
 
 class RecordedTree:
-    """Takes the messages off a rank that would go along a `RankTree`; other ranks have nothing to say.
+    """Records the messages of a `RankTree`; the other ranks contribute null.
 
     Args:
-        recorded: where they are noted.
+        recorded: receives the messages.
         ranks: all ranks.
     """
 
@@ -184,25 +183,25 @@ class RecordedTree:
     maximum, total = partialmethod(_reduced, "max"), partialmethod(_reduced, "sum")
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
-        """What this rank gives, or null in JSON."""
+        """Returns the content of this rank, or null in JSON."""
         self._note("broadcast", 0, "bytes", f"root {source}")
         return content or b"null"
 
     def gather(self, content: bytes) -> list[bytes] | None:
-        """What this rank gives, and null in JSON of the others."""
+        """Returns the content of this rank, and null in JSON for the others."""
         self._note("gather", 0, "bytes", "root 0")
         return None if self._recorded.rank else [content, *[b"null"] * (len(self.ranks) - 1)]
 
 
 def _operation(name: str, func: Any, given: Any) -> str:
-    """How a collective combines values, and the place of the one rank of the group that gives or gets them."""
+    """The reduction of a collective, and the root in its group."""
     named = {each.name: value for each, value in zip(func._schema.arguments, given, strict=False)}
-    words = [dist.ReduceOp.RedOpType(named["reduce_op"].op()).name.lower()] if "reduce_op" in named else []
-    return " ".join([*words, f"root {named['root_rank']}"] if "root_rank" in named else words)
+    parts = [dist.ReduceOp.RedOpType(named["reduce_op"].op()).name.lower()] if "reduce_op" in named else []
+    return " ".join([*parts, f"root {named['root_rank']}"] if "root_rank" in named else parts)
 
 
 def _rows(tensor: Any, splits: Any, ranks: int) -> tuple[int, ...]:
-    """Rows of an all-to-all for each rank: of a list of tensors, or of a tensor that is divided as given or evenly."""
+    """Rows of an all-to-all per rank, for a list of tensors or a tensor with explicit or even splits."""
     if isinstance(tensor, list):
         return tuple(len(each) for each in tensor)
     return tuple(splits[0]) if splits and splits[0] else (len(tensor) // ranks,) * ranks
@@ -218,9 +217,9 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Makes this process a rank of a world of which nothing else exists."""
+    """Makes this process a rank of a world without other ranks."""
     devices = dist.Backend.backend_capability["fake"]
-    if "meta" not in devices:  # or batches of sends would find no backend for tensors without memory
+    if "meta" not in devices:  # required by batched sends of meta tensors
         devices.append("meta")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:

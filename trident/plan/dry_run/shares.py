@@ -1,4 +1,4 @@
-"""What ranks have a part of: the samples of a step, and the tensors of a checkpoint."""
+"""Checks the division among ranks of a step's samples and a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class StepSamples(NamedTuple):
     size: int
 
     def of_replica(self, config: RunConfig, replica: int) -> np.ndarray:
-        """Those that a replica reads, in order. Shapes: `[size / replicas]` int64."""
+        """The samples that a replica reads, in order. Shapes: `[size / replicas]` int64."""
         micro, replicas = config.optim.micro_batch_size, config.parallel.data_parallel_size
         firsts = first_samples(self.first, self.size, micro, replica, replicas)
         return np.add.outer(firsts, np.arange(micro)).ravel()
 
 
 def steps_of(config: RunConfig, samples: int) -> Iterator[StepSamples]:
-    """The steps that read so many samples, or those of the run if they are fewer."""
+    """The first steps of the run that read this many samples, or all."""
     first = 0
     for step in range(config.optim.train_iters):
         if first >= samples:
@@ -45,10 +45,10 @@ def steps_of(config: RunConfig, samples: int) -> Iterator[StepSamples]:
 
 
 def sample_problems(given: StepSamples, read: Mapping[int, np.ndarray]) -> Iterator[str]:
-    """Samples of a step that two replicas read, or none.
+    """Samples of a step that are read twice or not at all.
 
     Args:
-        read: by the first rank of each replica.
+        read: samples by the first rank of each replica.
     """
     every = np.concatenate(list(read.values()))
     if len(every) == given.size and np.array_equal(np.sort(every), given.first + np.arange(given.size)):
@@ -66,7 +66,7 @@ def sample_problems(given: StepSamples, read: Mapping[int, np.ndarray]) -> Itera
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: its first index in each dimension, and one past its last."""
+    """A shard of a tensor: its start and end in each dimension."""
 
     rank: int
     start: tuple[int, ...]
@@ -77,18 +77,18 @@ class Box:
         return math.prod(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def overlaps(self, other: Box) -> bool:
-        """Whether an element is in both."""
+        """True if the shards share an element."""
         bounds = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(first < their_end and their_first < end for first, end, their_first, their_end in bounds)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The parts of every tensor that ranks save, of one replica.
+    """The shards of every tensor that the ranks of one replica save.
 
     Attributes:
         shapes: of the whole tensors, by name.
-        boxes: what ranks save of them.
+        boxes: saved shards, by name.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -96,7 +96,7 @@ class Pieces:
 
 
 def pieces_of(config: RunConfig, ranks: Iterable[int], size: int) -> Pieces:
-    """The parts of every tensor that ranks save, of which one of each class is enough; built without memory."""
+    """The shards that ranks save, one rank per class; built on the meta device."""
     shapes: dict[str, tuple[int, ...]] = {}
     boxes: dict[str, list[Box]] = defaultdict(list)
     for rank in ranks:
@@ -111,7 +111,7 @@ def pieces_of(config: RunConfig, ranks: Iterable[int], size: int) -> Pieces:
 
 
 def piece_problems(pieces: Pieces) -> Iterator[str]:
-    """Tensors that are not saved as a whole, or of which ranks save the same elements."""
+    """Tensors that are saved incompletely or twice."""
     for name, shape in pieces.shapes.items():
         boxes = sorted(pieces.boxes[name], key=lambda box: box.start)
         for before, after in pairwise(boxes):
@@ -123,9 +123,9 @@ def piece_problems(pieces: Pieces) -> Iterator[str]:
 
 
 def _absent(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
-    """Whose part is missing: the range that equal parts leave free, and the rank in line for it."""
+    """Describes the missing shard: its start, and the rank that should have it."""
     if not boxes:
-        return "no rank has any of it"
+        return "no rank has a shard of it"
     sizes = [stop - start for start, stop in zip(boxes[0].start, boxes[0].stop, strict=True)]
     corners = {box.start for box in boxes}
     starts = [range(0, size, part) for size, part in zip(shape, sizes, strict=True)]
@@ -134,7 +134,7 @@ def _absent(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
     before = next((box.rank for box in reversed(order) if box.start < free), None)
     after = next((box.rank for box in order if box.start > free), None)
     if before is not None and after is not None:
-        whose = f"rank {before + 1}" if after - before == 2 else f"a rank between {before} and {after}"
+        owner = f"rank {before + 1}" if after - before == 2 else f"a rank between {before} and {after}"
     else:
-        whose = f"rank {after - 1}" if after is not None else f"rank {before + 1}"  # type: ignore[operator]
-    return f"the part from {list(free)} on, that of {whose}"
+        owner = f"rank {after - 1}" if after is not None else f"rank {before + 1}"  # type: ignore[operator]
+    return f"the shard from {list(free)}, of {owner}"

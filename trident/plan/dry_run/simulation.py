@@ -39,11 +39,11 @@ class DryRun:
     """The programs of all ranks of a run, the checkpoint they write and the samples they read.
 
     Attributes:
-        programs: of a step, by the first step that has as many samples.
+        programs: of a step, by the first step of each batch size.
         others: of an evaluation and of a save, by name.
-        pieces: the parts of tensors that a checkpoint consists of.
-        steps: those whose samples are looked at.
-        deviating_samples: what replicas read that do not read their share, by step and replica.
+        pieces: the shards of tensors in a checkpoint.
+        steps: the steps whose samples are checked.
+        deviating_samples: samples of replicas that do not read their share, by step and replica.
     """
 
     config: RunConfig
@@ -55,19 +55,19 @@ class DryRun:
     deviating_samples: Mapping[tuple[int, int], np.ndarray]
 
     def problems(self) -> Iterator[str]:
-        """Everything that does not fit, each with its step and rank."""
+        """All mismatches, each with its step and rank."""
         steps = {f"step {step}": programs for step, programs in self.programs.items()}
         for name, programs in {**steps, **self.others}.items():
-            compared = (group_problems, collective_problems, split_problems, peer_problems)
-            unlike = [sentence for check in compared for sentence in check(programs)]
-            yield from (f"{name}, {sentence}" for sentence in unlike or order_problems(programs))
+            checks = (group_problems, collective_problems, split_problems, peer_problems)
+            mismatches = [sentence for check in checks for sentence in check(programs)]
+            yield from (f"{name}, {sentence}" for sentence in mismatches or order_problems(programs))
         saved = self.config.saving.save_interval or self.config.optim.train_iters
         yield from (f"step {saved}, checkpoint: {sentence}" for sentence in piece_problems(self.pieces))
         for given in self.steps:
             yield from sample_problems(given, self._read(given))
 
     def _read(self, given: StepSamples) -> dict[int, np.ndarray]:
-        """What each replica reads in a step, by its first rank."""
+        """The samples of each replica in a step, by its first rank."""
         replicas = self.config.parallel.data_parallel_size
         ranks = self.size // (self.config.parallel.pipeline_model_parallel_size * replicas)
         return {
@@ -79,7 +79,7 @@ class DryRun:
 
 
 def simulate_run(config: RunConfig, size: int) -> DryRun:
-    """Walks the first, a middle and the last rank of each class of a run, which `dry_run_problems` lets pass."""
+    """Simulates the first, a middle and the last rank of each class of a run that `dry_run_problems` accepts."""
     sizes = {axis.name: axis.size for axis in requested_axes(config.parallel, size)}
     experts = requested_experts(config.parallel)
     inner = sizes["cp"] * sizes["sp"]
@@ -91,25 +91,27 @@ def simulate_run(config: RunConfig, size: int) -> DryRun:
     first = {global_batch_size(config.optim, 0): 0}
     for given in steps_of(config, (config.optim.rampup_batch_size or (0, 0, 0))[2] + 1):
         first.setdefault(given.size, given.step)
-    walked, results = dict[int, list[RankProgram]](), dict[Any, Any]()
+    simulated, results = dict[int, list[RankProgram]](), dict[Any, Any]()
     for stage in range(sizes["pp"]):
-        for place in range(stride):
-            rank = stage * stride * replicas + place
-            tensor = place % sizes["tp"]
+        for offset in range(stride):
+            rank = stage * stride * replicas + offset
+            tensor = offset % sizes["tp"]
             if tensor > 1 and experts.keeps_tensor:
-                walked[rank] = [program.at(rank) for program in walked[rank - tensor + 1]]
+                simulated[rank] = [program.at(rank) for program in simulated[rank - tensor + 1]]
             else:
-                walked[rank] = simulate_rank(config, rank, size, list(first), results)
-    # A middle one and the last one, whose code may take another way than that of the first.
-    places = {replicas // 2, replicas - 1} - {0}
+                simulated[rank] = simulate_rank(config, rank, size, list(first), results)
+    # Their code may take other branches than that of the first.
+    others = {replicas // 2, replicas - 1} - {0}
     further = [
-        simulate_rank(config, rank + stride * place, size, list(first), results) for rank in walked for place in places
+        simulate_rank(config, rank + stride * replica, size, list(first), results)
+        for rank in simulated
+        for replica in others
     ]
     *programs, evaluation, save = (
-        Programs(size, stride, replicas, {rank: each[place] for rank, each in walked.items()}).with_deviating(
-            *(each[place] for each in further)
+        Programs(size, stride, replicas, {rank: each[index] for rank, each in simulated.items()}).with_deviating(
+            *(each[index] for each in further)
         )
-        for place in range(len(first) + 2)
+        for index in range(len(first) + 2)
     )
     steps = tuple(steps_of(config, min(_MOST_SAMPLES, _epoch(config) or _MOST_SAMPLES)))
     return DryRun(
@@ -117,14 +119,14 @@ def simulate_run(config: RunConfig, size: int) -> DryRun:
         size,
         dict(zip(first.values(), programs, strict=True)),
         {"evaluation": evaluation, "save": save},
-        pieces_of(config, walked, size),
+        pieces_of(config, simulated, size),
         steps,
         {},
     )
 
 
 def _epoch(config: RunConfig) -> int | None:
-    """Samples of a pass over the token file; None if it is not there, or several are blended."""
+    """Samples of an epoch of the token file; None if it does not exist, or several are blended."""
     paths = config.data.data_path or ()
     if not any(Path(f"{path}.idx").is_file() for path in paths):
         return None
@@ -135,54 +137,54 @@ def _epoch(config: RunConfig) -> int | None:
 
 
 def dry_run_lines(dry_run: DryRun, seconds: float) -> Iterator[str]:
-    """What was walked."""
+    """Formats the simulated run."""
     config, size = dry_run.config, dry_run.size
     programs = dry_run.programs[0]
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in requested_axes(config.parallel, size) if axis.size > 1)
     experts = config.parallel.expert_model_parallel_size
     yield (
-        f"{size:,} ranks: {axes or 'one'}{f', experts over {experts}' if experts > 1 else ''}; "
-        f"{len(programs.walked):,} classes of ranks"
+        f"{size:,} ranks: {axes or 'one'}{f', ep {experts}' if experts > 1 else ''}; "
+        f"{len(programs.simulated):,} classes of ranks"
     )
     for program in _shown_programs(programs):
         messages = Counter(entry.message.kind for entry in program.events)
         weights = short_bytes(program.parameters)
         sent = ", ".join(f"{number:,} {kind}" for kind, number in sorted(messages.items()))
-        yield f"rank {program.rank}: {weights} of weights; messages of a step: {sent or 'none'}"
-    kinds = 1 + config.optim.state_bytes(of_blocks=True) // 4  # the weight, and what the optimizer keeps in fp32
-    kinds += config.optim.optimizer in AVERAGING  # whose mean is made for a checkpoint
+        yield f"rank {program.rank}: {weights} of weights; messages per step: {sent or 'none'}"
+    kinds = 1 + config.optim.state_bytes(of_blocks=True) // 4  # the weight, and fp32 optimizer state
+    kinds += config.optim.optimizer in AVERAGING  # the averaged weights of a checkpoint
     parameters = sum(math.prod(shape) for shape in dry_run.pieces.shapes.values())
     boxes, saved = sum(len(boxes) for boxes in dry_run.pieces.boxes.values()), programs.saved_pieces()
     yield (
-        f"{short_count(parameters)} parameters in {len(dry_run.pieces.shapes):,} tensors, {boxes:,} parts of them on "
+        f"{short_count(parameters)} parameters in {len(dry_run.pieces.shapes):,} tensors, {boxes:,} shards of them on "
         f"ranks; a checkpoint has {kinds * saved.total():,} pieces in {len(saved):,} files"
     )
     sockets = max(2 * (len(children_of(rank, size)) + (rank > 0)) + 1 for rank in (0, 1, size - 1))
-    yield f"sockets of a rank for control, background and the store: at most {sockets}, besides those of the backend"
+    yield f"sockets per rank for control, background and the store: at most {sockets}, plus those of the backend"
     last = dry_run.steps[-1]
-    yield f"samples: {last.first + last.size:,} in {len(dry_run.steps):,} steps, each looked for on all replicas"
-    yield f"walked in {seconds:.1f} s"
+    yield f"samples: {last.first + last.size:,} in {len(dry_run.steps):,} steps, checked on all replicas"
+    yield f"simulated in {seconds:.1f} s"
 
 
 def print_dry_run(config: RunConfig, size: int, estimated: LayoutEstimate) -> ExitCode:
     """Simulates a run that `checked_dry_run` accepted, and prints the result.
 
     Raises:
-        ConfigError: ranks do not fit each other.
+        ConfigError: the programs of ranks do not match.
     """
-    began_at = time.monotonic()
+    started_at = time.monotonic()
     dry_run = simulate_run(config, size)
     problems = list(dry_run.problems())
-    for line in (*dry_run_lines(dry_run, time.monotonic() - began_at), *memory_lines(estimated)):
+    for line in (*dry_run_lines(dry_run, time.monotonic() - started_at), *memory_lines(estimated)):
         log.line(line.strip())
     if problems:
         more = [f"and {len(problems) - _MOST_SHOWN:,} more"] if len(problems) > _MOST_SHOWN else []
         raise ConfigError([*problems[:_MOST_SHOWN], *more])
-    log.line("the programs of all ranks fit each other")
+    log.line("the programs of all ranks match")
     return ExitCode.DONE
 
 
 def _shown_programs(programs: Programs) -> list[RankProgram]:
-    """Those of the first, a middle and the last stage."""
-    ranks = sorted(programs.walked)
-    return [programs.walked[rank] for rank in dict.fromkeys((ranks[0], ranks[len(ranks) // 2], ranks[-1]))]
+    """The programs of the first, a middle and the last stage."""
+    ranks = sorted(programs.simulated)
+    return [programs.simulated[rank] for rank in dict.fromkeys((ranks[0], ranks[len(ranks) // 2], ranks[-1]))]

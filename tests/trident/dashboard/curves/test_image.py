@@ -59,5 +59,5 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_matplotlib_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"--output .*loss.png needs .*pip install matplotlib"):
+    with pytest.raises(ConfigError, match=r"--output .*loss.png requires .*pip install matplotlib"):
         draw_plot({"lm_loss": [FALLING]}, tmp_path / "loss.png")

@@ -1,4 +1,4 @@
-"""Faults in the code that some ranks run: a dry run names each with its rank."""
+"""Faults in the code of some ranks: a dry run names each with its rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _takes_the_maximum(send: Send, tensor: torch.Tensor, op: object = None, **na
 
 def _opens_another_group(send: Send, ranks: list[int], **named: object) -> object:
     me = dist.get_rank()
-    is_wrong = me in (2, 4, 6) and named["group_desc"] == "dp"  # the same ranks as those of gradients
+    is_wrong = me in (2, 4, 6) and named["group_desc"] == "dp"  # the same ranks as the gradient group
     return send([me, (me + 2) % 8] if is_wrong else ranks, **named)
 
 
@@ -83,11 +83,11 @@ SAVED = ("--save", "x", "--save-interval", "3")
             _opens_another_group,
             TP2_PP2,
             16,
-            r"step 0, rank 4, .* over ranks 4, 6: the other ranks of its group take no part",
+            r"step 0, rank 4, .* over ranks 4, 6: the other ranks of its group do not take part",
         ),
         (
             *(dist, "all_to_all_single", _sends_a_row_elsewhere, EXPERTS, 8),
-            r"step 0, rank 0, .* sends 7 rows to rank 0, which takes 8",
+            r"step 0, rank 0, .* sends 7 rows to rank 0, which receives 8",
         ),
         (
             LayerStack,

@@ -1,4 +1,4 @@
-"""All ranks of a run without starting them: what is walked, and that every planted fault is named with its rank."""
+"""Dry runs of all ranks: simulated programs match, and every planted fault is named with its rank."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("flags", "size"), LAYOUTS.values(), ids=LAYOUTS)
-def test_the_programs_of_all_ranks_fit_each_other(flags: tuple[str, ...], size: int) -> None:
+def test_the_programs_of_all_ranks_match(flags: tuple[str, ...], size: int) -> None:
     dry_run = dry_run_of(flags, size)
     assert list(dry_run.problems()) == []
     assert len(dry_run.programs) == (3 if "--rampup-batch-size" in flags else 1)
@@ -86,41 +86,41 @@ def sound() -> DryRun:
 Change = Callable[[list[ProgramEntry]], list[ProgramEntry]]
 
 
-def with_program(sound: DryRun, odd: RankProgram) -> list[str]:
-    """What is found if one rank has another program."""
-    return list(dataclasses.replace(sound, programs={0: sound.programs[0].with_deviating(odd)}).problems())
+def with_program(sound: DryRun, deviating: RankProgram) -> list[str]:
+    """The problems if one rank has another program."""
+    return list(dataclasses.replace(sound, programs={0: sound.programs[0].with_deviating(deviating)}).problems())
 
 
 def with_fault(sound: DryRun, rank: int, change: Change) -> list[str]:
-    """What is found if one rank does something else."""
+    """The problems if one rank changes its messages."""
     program = sound.programs[0].of(rank)
-    odd = program.changed(change(list(program.events)))
-    assert odd.events != program.events
-    return with_program(sound, odd)
+    deviating = program.with_events(change(list(program.events)))
+    assert deviating.events != program.events
+    return with_program(sound, deviating)
 
 
-def places(program: RankProgram, kind: str, part: str = "") -> list[int]:
-    """Where messages of a kind are in a program."""
+def positions(program: RankProgram, kind: str, part: str = "") -> list[int]:
+    """The indices of messages of a kind in a program."""
     return [
-        place
-        for place, (message, named) in enumerate(program.events)
+        index
+        for index, (message, named) in enumerate(program.events)
         if message.kind == kind and named.startswith(part)
     ]
 
 
 @pytest.mark.parametrize("rank", [0, 5, 15])
 def test_a_rank_that_skips_a_collective_is_named(sound: DryRun, rank: int) -> None:
-    place = places(sound.programs[0].of(rank), "all-reduce", "norm")[0]
-    found = with_fault(sound, rank, lambda events: events[:place] + events[place + 1 :])
+    index = positions(sound.programs[0].of(rank), "all-reduce", "norm")[0]
+    found = with_fault(sound, rank, lambda events: events[:index] + events[index + 1 :])
     assert len(found) == 1
-    assert found[0].startswith(f"step 0, rank {rank}, message {place + 1} (norm and loss): all-reduce of 2 float64")
-    assert found[0].endswith(f"has all-reduce of 1 float64 (norm and loss, message {place})")
+    assert found[0].startswith(f"step 0, rank {rank}, message {index + 1} (norm and loss): all-reduce of 2 float64")
+    assert found[0].endswith(f"has all-reduce of 1 float64 (norm and loss, message {index})")
 
 
 @pytest.mark.parametrize("rank", [2, 13])
 def test_swapped_messages_are_named(sound: DryRun, rank: int) -> None:
     kind = "send" if rank < 8 else "receive"
-    first, second = places(sound.programs[0].of(rank), kind, "output")[:2]
+    first, second = positions(sound.programs[0].of(rank), kind, "output")[:2]
 
     def swap(events: list[ProgramEntry]) -> list[ProgramEntry]:
         events[first], events[second] = events[second], events[first]
@@ -133,17 +133,17 @@ def test_swapped_messages_are_named(sound: DryRun, rank: int) -> None:
     assert "output of chunk 0, micro-batch 1" in found[0]
 
 
-def swapped(place: int) -> Change:
-    """Exchanges two messages that follow each other."""
-    return lambda events: [*events[:place], events[place + 1], events[place], *events[place + 2 :]]
+def swapped(index: int) -> Change:
+    """Exchanges two consecutive messages."""
+    return lambda events: [*events[:index], events[index + 1], events[index], *events[index + 2 :]]
 
 
 def test_collectives_of_two_groups_in_another_order_are_named(sound: DryRun) -> None:
     events = sound.programs[0].of(5).events
-    place = places(sound.programs[0].of(5), "all-reduce", "norm")[-1]
-    assert events[place].message.ranks != events[place + 1].message.ranks
-    (found,) = with_fault(sound, 5, swapped(place))
-    assert found.startswith(f"step 0, rank 5, message {place} (weights): all-gather of ")
+    index = positions(sound.programs[0].of(5), "all-reduce", "norm")[-1]
+    assert events[index].message.ranks != events[index + 1].message.ranks
+    (found,) = with_fault(sound, 5, swapped(index))
+    assert found.startswith(f"step 0, rank 5, message {index} (weights): all-gather of ")
     assert "where the other ranks of its class have all-reduce of " in found
 
 
@@ -151,29 +151,29 @@ def test_collectives_of_two_groups_in_another_order_are_named(sound: DryRun) -> 
 def test_ranks_that_would_wait_for_each_other_are_named(routed: DryRun, rank: int) -> None:
     """Two groups of which one rank and another are in both, in two orders."""
     events = routed.programs[0].of(rank).events
-    place = next(
-        place
-        for place in places(routed.programs[0].of(rank), "reduce-scatter", "gradients")
-        if {*events[place].message.ranks} < {*events[place + 1].message.ranks}
-        or {*events[place].message.ranks} > {*events[place + 1].message.ranks}
+    index = next(
+        index
+        for index in positions(routed.programs[0].of(rank), "reduce-scatter", "gradients")
+        if {*events[index].message.ranks} < {*events[index + 1].message.ranks}
+        or {*events[index].message.ranks} > {*events[index + 1].message.ranks}
     )
-    other = min({*events[place].message.ranks} & {*events[place + 1].message.ranks} - {rank})
-    (found,) = with_fault(routed, rank, swapped(place))
-    assert found.startswith(f"step 0, rank {rank}, message {place} (gradients): {events[place + 1].message}; rank ")
-    assert f"; rank {other}, message {place} (gradients): {events[place].message}: each waits" in found
+    other = min({*events[index].message.ranks} & {*events[index + 1].message.ranks} - {rank})
+    (found,) = with_fault(routed, rank, swapped(index))
+    assert found.startswith(f"step 0, rank {rank}, message {index} (gradients): {events[index + 1].message}; rank ")
+    assert f"; rank {other}, message {index} (gradients): {events[index].message}: each waits" in found
     assert found.endswith(f"the last for rank {rank}, which may hang the run")
 
 
 def test_two_stages_that_receive_before_they_send_are_named(sound: DryRun) -> None:
     """The output of a micro-batch, begun after the gradient that is computed from it, on all ranks of a stage."""
     programs = sound.programs[0]
-    walked = dict(programs.walked)
+    simulated = dict(programs.simulated)
     for rank in (0, 1):
-        program = walked[rank]
+        program = simulated[rank]
         events = list(program.events)
-        events.insert(places(program, "receive")[-1], events.pop(places(program, "send")[-1]))
-        walked[rank] = program.changed(events)
-    (found,) = dataclasses.replace(sound, programs={0: dataclasses.replace(programs, walked=walked)}).problems()
+        events.insert(positions(program, "receive")[-1], events.pop(positions(program, "send")[-1]))
+        simulated[rank] = program.with_events(events)
+    (found,) = dataclasses.replace(sound, programs={0: dataclasses.replace(programs, simulated=simulated)}).problems()
     assert found.startswith("step 0, rank 0, message ")
     assert "receive of " in found and "; rank 8, message " in found
     assert found.endswith("the last for rank 0, which may hang the run")
@@ -189,22 +189,22 @@ def test_a_group_with_wrong_ranks_is_named(sound: DryRun) -> None:
         else ProgramEntry(message, part)
         for message, part in program.events
     ]
-    odd = dataclasses.replace(program.changed(events), groups={**program.groups, "tp": wrong})
-    found = with_program(sound, odd)
+    deviating = dataclasses.replace(program.with_events(events), groups={**program.groups, "tp": wrong})
+    found = with_program(sound, deviating)
     assert found[0] == "step 0, rank 6: its group tp has ranks 4, 5, which the others do not have"
     assert any("rank 6, message " in sentence for sentence in found[1:])
 
 
 def test_another_size_or_type_is_named(sound: DryRun) -> None:
-    place = places(sound.programs[0].of(3), "reduce-scatter", "gradients")[0]
+    index = positions(sound.programs[0].of(3), "reduce-scatter", "gradients")[0]
 
     def change(events: list[ProgramEntry]) -> list[ProgramEntry]:
-        message, part = events[place]
-        events[place] = ProgramEntry(RankMessage(message.kind, message.ranks, message.elements, "bfloat16"), part)
+        message, part = events[index]
+        events[index] = ProgramEntry(RankMessage(message.kind, message.ranks, message.elements, "bfloat16"), part)
         return events
 
     (found, *_) = with_fault(sound, 3, change)
-    assert found.startswith(f"step 0, rank 3, message {place} (gradients): reduce-scatter of ")
+    assert found.startswith(f"step 0, rank 3, message {index} (gradients): reduce-scatter of ")
     assert "bfloat16" in found and "float32" in found
 
 
@@ -217,7 +217,7 @@ def test_a_missing_part_of_a_tensor_is_named(sound: DryRun) -> None:
         pieces = Pieces(sound.pieces.shapes, {**sound.pieces.boxes, name: left})
         (found,) = dataclasses.replace(sound, pieces=pieces).problems()
         assert found.startswith(f"step 9, checkpoint: {name}: 2,048 of 4,096 elements are saved by no rank")
-        assert found.endswith(f"that of rank {box.rank}")
+        assert found.endswith(f", of rank {box.rank}")
 
 
 @pytest.fixture(scope="module")
@@ -235,21 +235,21 @@ def test_a_missing_expert_is_named(routed: DryRun) -> None:
         pieces = Pieces(routed.pieces.shapes, {**routed.pieces.boxes, name: left})
         (found,) = dataclasses.replace(routed, pieces=pieces).problems()
         assert found.startswith(f"step 9, checkpoint: {name}: 2,048 of 16,384 elements are saved by no rank")
-        assert f"the part from {list(box.start)} on" in found
+        assert f"the shard from {list(box.start)}, of" in found
 
 
 @pytest.mark.parametrize("rank", [1, 18])
 def test_a_rank_that_sends_its_tokens_to_other_experts_is_named(routed: DryRun, rank: int) -> None:
-    place = places(routed.programs[0].of(rank), "all-to-all")[-1]
+    index = positions(routed.programs[0].of(rank), "all-to-all")[-1]
 
     def change(events: list[ProgramEntry]) -> list[ProgramEntry]:
-        message, part = events[place]
-        events[place] = ProgramEntry(dataclasses.replace(message, elements=message.elements // 2), part)
+        message, part = events[index]
+        events[index] = ProgramEntry(dataclasses.replace(message, elements=message.elements // 2), part)
         return events
 
     found = with_fault(routed, rank, change)
     assert len(found) == 1
-    assert found[0].startswith(f"step 0, rank {rank}, message {place} (")
+    assert found[0].startswith(f"step 0, rank {rank}, message {index} (")
 
 
 @pytest.mark.parametrize("step", [0, 3, 8])
@@ -276,13 +276,13 @@ def test_an_epoch_of_a_token_file_is_covered(tmp_path: Path) -> None:
     assert last.first < epoch <= last.first + last.size
 
 
-def test_the_flag_walks_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_flag_simulates_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert train([*NETWORK, *TP2_PP2, "--dry-run-ranks", "32"]) == ExitCode.DONE
     shown = capsys.readouterr().out
     assert "32 ranks: pp 2 x dp 8 x tp 2; 4 classes of ranks" in shown
     assert "samples: 288 in 9 steps" in shown
     assert "activations" in shown
-    assert "the programs of all ranks fit each other" in shown
+    assert "the programs of all ranks match" in shown
 
 
 @pytest.mark.parametrize(
@@ -294,16 +294,16 @@ def test_the_flag_walks_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
         (("--optimizer", "schedule-free", "--lr-decay-style", "constant"), 4),
     ],
 )
-def test_a_checkpoint_has_a_piece_for_everything_that_is_kept(flags: tuple[str, ...], kinds: int) -> None:
+def test_the_number_of_pieces_of_a_checkpoint(flags: tuple[str, ...], kinds: int) -> None:
     dry_run = dry_run_of(flags, 2)
     pieces = kinds * dry_run.programs[0].saved_pieces().total()
     assert any(f"a checkpoint has {pieces} pieces in 2 files" in line for line in dry_run_lines(dry_run, 1.0))
 
 
-def test_ranks_that_do_not_fit_end_with_their_names(sound: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mismatched_ranks_raise_an_error(sound: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     program = sound.programs[0].of(5)
-    odd = sound.programs[0].with_deviating(program.changed(program.events[:-1]))
-    monkeypatch.setattr(simulation, "simulate_run", lambda *_: dataclasses.replace(sound, programs={0: odd}))
+    deviating = sound.programs[0].with_deviating(program.with_events(program.events[:-1]))
+    monkeypatch.setattr(simulation, "simulate_run", lambda *_: dataclasses.replace(sound, programs={0: deviating}))
     with pytest.raises(ConfigError, match=r"step 0, rank 5 ends without the all-gather of .* \(weights\)"):
         simulation.print_dry_run(*checked_dry_run([*NETWORK, *TP2_PP2, "--dry-run-ranks", "16"], NO_PROGRAM))
 
@@ -311,40 +311,42 @@ def test_ranks_that_do_not_fit_end_with_their_names(sound: DryRun, monkeypatch: 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--zero-stage", "3"), "--dry-run-ranks walks --zero-stage 0 to 2, and this run has 3"),
+        (("--zero-stage", "3"), "--dry-run-ranks cannot be combined with --zero-stage 3"),
         (("--pipeline-model-parallel-size", "2", "--pipeline-engine", "deepspeed"), "Drop --pipeline-engine"),
         (("--num-experts", "3"), "16 tokens of a micro-batch on a rank x --moe-router-topk 2 are not a multiple"),
         (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
-        (("--plan-only",), "--plan-only and --dry-run-ranks are both given"),
+        (("--plan-only",), "--plan-only cannot be combined with --dry-run-ranks"),
     ],
 )
-def test_what_is_not_walked_is_refused(flags: tuple[str, ...], sentence: str) -> None:
+def test_unsupported_settings_are_refused(flags: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         checked_dry_run([*NETWORK, *flags, "--dry-run-ranks", "8"], NO_PROGRAM)
 
 
 @pytest.fixture(scope="module")
-def of_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def schedule_flags(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Flags of a file for 2 ranks and 8 micro-batches, which splits the backward pass of the last chunk's first one."""
     path = tmp_path_factory.mktemp("schedule") / "mine.csv"
     path.write_text(schedule_text(build_schedule("1f1b", 2, 1, 8)).replace("1B0", "1I0,1W0"))
     return "--pipeline-model-parallel-size", "2", "--pipeline-schedule", str(path)
 
 
-def test_a_schedule_of_a_file_is_walked(of_file: tuple[str, ...]) -> None:
-    ours, named = (dry_run_of(("--global-batch-size", "32", *flags), 8) for flags in (of_file, of_file[:2]))
+def test_a_schedule_file_is_simulated(schedule_flags: tuple[str, ...]) -> None:
+    ours, named = (
+        dry_run_of(("--global-batch-size", "32", *flags), 8) for flags in (schedule_flags, schedule_flags[:2])
+    )
     assert not list(ours.problems())
     first, last = ours.programs[0].of(0), ours.programs[0].of(4)
     assert len(first.events) == len(named.programs[0].of(0).events)
     assert len(last.events) == len(named.programs[0].of(4).events)
-    place = places(last, "receive", "output of chunk 0, micro-batch 3")[0]
-    found = with_fault(ours, 5, lambda events: events[:place] + events[place + 1 :])
+    index = positions(last, "receive", "output of chunk 0, micro-batch 3")[0]
+    found = with_fault(ours, 5, lambda events: events[:index] + events[index + 1 :])
     assert any("rank 5" in each and "output of chunk 0, micro-batch 3" in each for each in found)
 
 
-def test_a_file_for_other_micro_batches_is_refused(of_file: tuple[str, ...]) -> None:
+def test_a_file_for_other_micro_batches_is_refused(schedule_flags: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"mine\.csv is for 8 micro-batches \(a step has 16: --global-batch-size"):
-        checked_dry_run([*NETWORK, *of_file, "--global-batch-size", "64", "--dry-run-ranks", "8"], NO_PROGRAM)
+        checked_dry_run([*NETWORK, *schedule_flags, "--global-batch-size", "64", "--dry-run-ranks", "8"], NO_PROGRAM)
 
 
 @pytest.fixture(scope="module")
@@ -356,23 +358,23 @@ def with_matrices() -> DryRun:
 @pytest.mark.parametrize("rank", [3, 12])
 def test_a_rank_that_does_not_pass_on_its_matrices_is_named(with_matrices: DryRun, rank: int) -> None:
     events = with_matrices.programs[0].of(rank).events
-    there, joined, *_, back = places(with_matrices.programs[0].of(rank), "all-to-all", "matrices")
+    there, joined, *_, back = positions(with_matrices.programs[0].of(rank), "all-to-all", "matrices")
     assert len(events[there].message.ranks) == 4 and len(events[joined].message.ranks) == 2
-    for place in (joined, back):
-        found = with_fault(with_matrices, rank, lambda events, place=place: events[:place] + events[place + 1 :])
+    for index in (joined, back):
+        found = with_fault(with_matrices, rank, lambda events, index=index: events[:index] + events[index + 1 :])
         assert re.match(rf"step 0, rank {rank}\b.*all-to-all of 12,288 float32 \(matrices", found[0])
 
 
 def test_a_rank_that_brings_other_matrices_is_named(with_matrices: DryRun) -> None:
-    place = places(with_matrices.programs[0].of(6), "all-to-all", "matrices")[0]
+    index = positions(with_matrices.programs[0].of(6), "all-to-all", "matrices")[0]
 
     def change(events: list[ProgramEntry]) -> list[ProgramEntry]:
-        message, part = events[place]
-        events[place] = ProgramEntry(dataclasses.replace(message, elements=message.elements - 1024), part)
+        message, part = events[index]
+        events[index] = ProgramEntry(dataclasses.replace(message, elements=message.elements - 1024), part)
         return events
 
     (found,) = with_fault(with_matrices, 6, change)
-    assert found.startswith(f"step 0, rank 6, message {place} (matrices): all-to-all of 11,264 float32 over ranks 0, 2")
+    assert found.startswith(f"step 0, rank 6, message {index} (matrices): all-to-all of 11,264 float32 over ranks 0, 2")
 
 
 def test_a_refusal_comes_before_torch_is_imported() -> None:
@@ -384,4 +386,4 @@ def test_a_refusal_comes_before_torch_is_imported() -> None:
     )
     command = [sys.executable, "-c", program]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert "--dry-run-ranks walks --zero-stage 0 to 2" in finished.stdout, finished.stderr
+    assert "--dry-run-ranks cannot be combined with --zero-stage 3" in finished.stdout, finished.stderr
