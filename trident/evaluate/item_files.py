@@ -14,7 +14,7 @@ from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.errors import DataError, printable
 from megatron.files.plain import open_plain
-from megatron.tokenizers.prompts import encode_document, inner_ids
+from megatron.tokenizers.prompts import encode_document, strip_special_tokens
 from megatron.tokenizers.tokenizer import Tokenizer
 
 MOST_LINE_BYTES = 64 << 20
@@ -55,7 +55,7 @@ class ScoredDocument:
         """Its tokens, without those that start and end a document."""
         if self.tokens is None:
             return encode_document(tokenizer, self.text or "")
-        return inner_ids(tokenizer, self.tokens)
+        return strip_special_tokens(tokenizer, self.tokens)
 
 
 def checked_text(value: Any, name: str) -> str:
