@@ -102,7 +102,7 @@ def test_the_draws_of_one_sequence_follow_the_distribution_and_do_not_depend_on_
 
 
 def test_the_same_draw_for_rows_that_differ_by_rounding() -> None:
-    """What other layouts and batches do to scores changes the choice about as rarely as it changes probabilities."""
+    """Rounding differences of other layouts and batches change choices about as rarely as probabilities."""
     scores = torch.randn(2000, 500, generator=torch.Generator().manual_seed(2)) * 2
     noise = 1e-6 * torch.randn(scores.shape, generator=torch.Generator().manual_seed(3))
     for sampling in (Sampling(seed=1), Sampling(seed=1, top_p=0.9), Sampling(seed=1, top_k=40)):
