@@ -196,7 +196,7 @@ def test_a_document_longer_than_sqlite_holds(sqlite_database: Database, tmp_path
     if hasattr(writer._connection, "setlimit"):
         writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
         writer.begin()
-        with pytest.raises(DataError, match=r"a document after idx -1 of collection 'web' is longer than SQLite allows"):
+        with pytest.raises(DataError, match=r"after idx -1 of collection 'web' is longer than SQLite allows"):
             writer.append(["x" * 2000], None)
         writer.abort()
     writer.close()
