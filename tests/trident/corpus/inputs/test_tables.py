@@ -215,11 +215,11 @@ def test_errors_come_before_the_work(
     sqlite_database.write({"web": numbered(["a"]), "news": numbered(["b"])})
     with pytest.raises(DataError, match=r"no collection 'wbe'; it has 'web', 'news'"):
         expand_inputs([sqlite_database.address("wbe")])
-    with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); name one of them"):
+    with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); select one"):
         check_inputs([sqlite_database.base], ["text"])
     with sqlite3.connect(sqlite_database.path, isolation_level=None) as writer:
         writer.execute("BEGIN EXCLUSIVE")
-        monkeypatch.setattr(sqlite_store.SqliteCollections.__init__, "__defaults__", (0.05,))
+        monkeypatch.setattr(sqlite_store, "BUSY_SECONDS", 0.05)
         with pytest.raises(StorageError, match=r"store\.db is locked by a process that writes it"):
             check_inputs([sqlite_database.address("web")], ["text"])
         writer.execute("ROLLBACK")
