@@ -14,7 +14,7 @@ from megatron.config import Program
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains with the flags of `pretrain_gpt.py`, and returns the exit code of `megatron.errors.ExitCode`."""
-    return pretrain_gpt.main(argv, Program(decided={"loss.objective": "multitask"}))
+    return pretrain_gpt.main(argv, Program(fixed={"loss.objective": "multitask"}))
 
 
 if __name__ == "__main__":

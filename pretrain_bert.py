@@ -17,7 +17,7 @@ BERT = {
     "model.sentence_order_head": True,
     "data.tokenizer_type": "BertWordPieceLowerCase",
 }
-PROGRAM = Program(decided={"loss.objective": "masked"}, defaults=BERT)
+PROGRAM = Program(fixed={"loss.objective": "masked"}, defaults=BERT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

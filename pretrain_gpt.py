@@ -50,7 +50,7 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         from megatron.train.preflight.checks import checked_request
 
         request = checked_request(reading)  # without torch
-        log.doing("loading PyTorch and DeepSpeed")
+        log.set_activity("loading PyTorch and DeepSpeed")
         from megatron import device
 
         device.choose_accelerator()
@@ -62,7 +62,7 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
         if kill_switch_is_on(request.stopping.kill_switch_path):
             log.line(kill_switch_message(request.stopping.kill_switch_path))
             return ExitCode.DONE
-        log.doing("building the network")
+        log.set_activity("building the network")
         with explained_memory(argv, request), open_run(request, signals, program.callbacks()) as (run, callbacks):
             return run_to_end(run, callbacks)
 

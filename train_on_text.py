@@ -19,7 +19,7 @@ import pretrain_gpt
 from megatron import log, process_exit
 from megatron.config import PathUse, Program, flag
 from megatron.config.parse import read_flags
-from megatron.config.program_flags import ProgramFlags, read_program, words_of
+from megatron.config.program_flags import ProgramFlags, arguments_of, read_program
 from megatron.parallel.rank_start import begin_rank
 
 VOCAB_SIZE = 8192
@@ -33,7 +33,7 @@ class OwnTextFlags(ProgramFlags):
     text: str = flag(
         help="a text file, jsonl or Parquet with a column text, or a folder or quoted pattern of these; its name may "
         "come first on the line, without --text",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     output_folder: str | None = flag(
         None,
@@ -44,7 +44,7 @@ class OwnTextFlags(ProgramFlags):
         None,
         "tokenizer.json, or a folder that holds one; if unset, a byte-level BPE is trained on the text",
         spelled=("--tokenizer-name-or-path",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     vocab_size: int = flag(
         VOCAB_SIZE,
@@ -76,9 +76,9 @@ class OwnTextFlags(ProgramFlags):
         text = Path(os.path.normpath(self.text))
         return text.with_name(f"{text.name.partition('.')[0] or text.name}-training")
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line that is equivalent to these flags, without the network."""
-        return words_of(
+        return arguments_of(
             {
                 "--data-path": self.folder / "train_text_document",
                 "--tokenizer-type": "HFTokenizer",
@@ -104,12 +104,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
     words = sys.argv[1:] if argv is None else argv
-    own, rest = read_program(OwnTextFlags, words, "train_on_text.py", __doc__ or "", unnamed="--text")
+    own, rest = read_program(OwnTextFlags, words, "train_on_text.py", __doc__ or "", positional="--text")
     from megatron.train.preflight.checks import checked_request
 
-    words = ["--model-preset", own.model_preset or _preset_of_this_machine(), *own.words(), *rest]
+    words = ["--model-preset", own.model_preset or _preset_of_this_machine(), *own.trainer_arguments(), *rest]
     checked_request(read_flags(words, program=own.program), has_data=False)  # before minutes of tokenizing
-    with log.breaking_silence():
+    with log.show_activity_when_quiet():
         return _prepare_and_train(own, words)
 
 
@@ -128,9 +128,9 @@ def _prepare_and_train(own: OwnTextFlags, words: Sequence[str]) -> int:
 
 def _preset_of_this_machine() -> str:
     """`laptop` on a CPU, `workstation` on a GPU; torch is imported only if there may be one."""
-    from megatron.cuda_driver import why_no_cuda
+    from megatron.cuda_driver import cuda_unavailable_reason
 
-    if why_no_cuda():
+    if cuda_unavailable_reason():
         return "laptop"
     from megatron import device
 

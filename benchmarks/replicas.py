@@ -115,7 +115,7 @@ def random_batches(config: RunConfig, engine: Engine) -> list[Batch]:
 def decide(engine: Engine) -> None:
     """The part of a decision that a step without a gate does not have: one small all-reduce over all ranks."""
     values = engine.mesh.device
-    engine.gate.expect(lambda: (torch.ones((), device=values), torch.ones((), device=values)))
+    engine.gate.begin(lambda: (torch.ones((), device=values), torch.ones((), device=values)))
     engine.gate._decide(is_before_update=True)
 
 

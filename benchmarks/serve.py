@@ -41,12 +41,12 @@ from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train
 from trident.serve.access import Access
 from trident.serve.network import listen
 from trident.serve.requests.limits import ServerLimits
-from trident.serve.requests.served import served_model
-from trident.serve.server import Opened, Server
+from trident.serve.requests.served_model import build_served_model
+from trident.serve.server import EngineSession, Server
 from trident.serve.service import READY
 from trident.serve.single_turn import SingleTurn
 
-_MOST_CLIENTS = 32
+_MAX_CLIENTS = 32
 _POSITIONS = 512
 _SIZES = {
     "small": ("--num-layers", "12", "--hidden-size", "768", "--num-attention-heads", "12", "--vocab-size", "50257"),
@@ -59,9 +59,7 @@ class ServeFlags(ConfigSection):
     """Flags of this program."""
 
     size: str = flag("small", "size of the network", choices=tuple(_SIZES))
-    clients: tuple[int, ...] = flag(
-        (1, 8, 32), "clients at the same time", nargs="+", at_least=1, at_most=_MOST_CLIENTS
-    )
+    clients: tuple[int, ...] = flag((1, 8, 32), "clients at the same time", nargs="+", at_least=1, at_most=_MAX_CLIENTS)
     repeats: int = flag(3, "pairs of runs", at_least=1)
     requests: int = flag(2, "requests of each client in a run", at_least=1)
     prompt_tokens: int = flag(32, "tokens of a prompt", at_least=1)
@@ -144,7 +142,7 @@ def measure(loaded: LoadedModel, address: str, clients: int, flags: ServeFlags) 
 
 def ask_engine(loaded: LoadedModel, clients: int, flags: ServeFlags) -> Outcome:
     """The requests of all clients, of which each has one in the engine."""
-    engine = GenerationEngine(loaded, max_sequences=_MOST_CLIENTS)
+    engine = GenerationEngine(loaded, max_sequences=_MAX_CLIENTS)
     turns = {client: iter(prompts_of(client, flags)) for client in range(clients)}
     asked_at: dict[str, float] = {}
     first_at: dict[str, float] = {}
@@ -194,10 +192,10 @@ def serving(loaded: LoadedModel) -> Iterator[str]:
     """A server in this process, and its address."""
     limits, turn = ServerLimits(), SingleTurn(Sampling(), 16)
     server = Server(listen("127.0.0.1", 0), limits, Access(), turn, grace_seconds=0)
-    served = replace(served_model(loaded, "benchmark"), eod_id=None)  # no text ends before its length
+    served = replace(build_served_model(loaded, "benchmark"), eod_id=None)  # no text ends before its length
 
-    def open_model() -> Opened:
-        return Opened(served, GenerationEngine(loaded, max_sequences=_MOST_CLIENTS), _MOST_CLIENTS)
+    def open_model() -> EngineSession:
+        return EngineSession(served, GenerationEngine(loaded, max_sequences=_MAX_CLIENTS), _MAX_CLIENTS)
 
     thread = threading.Thread(target=server.run, args=(open_model,), daemon=True)
     thread.start()

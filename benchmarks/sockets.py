@@ -27,7 +27,7 @@ from megatron.config import ConfigSection, flag, parse_flags
 from megatron.parallel import messages
 from megatron.parallel.joining import open_mesh, rendezvous
 from megatron.parallel.rank_tree import children_of
-from megatron.parallel.watch.opening import meet
+from megatron.parallel.watch.opening import connect_ranks
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import free_port
 
@@ -85,7 +85,7 @@ def counted_sockets(rank: int, answers: Any) -> None:
     messages.all_reduce_sum(torch.ones(1000), mesh.gradient)
     messages.broadcast(torch.ones(1000), mesh.gradient)
     trained = _open_sockets()
-    meeting = meet(mesh, rendezvous())
+    meeting = connect_ranks(mesh, rendezvous())
     watched = _open_sockets()
     answers.put(
         (

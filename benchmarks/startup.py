@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import print_figure, quickstart_data
 from megatron import process_exit
 from megatron.config import ConfigSection, flag, parse_flags
-from megatron.config.sections.reporting import UPSTREAMS_STYLE
+from megatron.config.sections.reporting import MEGATRON_STYLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         def start(number: int) -> float:
             command = [*demo.training_flags(f"run{number}"), "--micro-batch-size", 1, "--train-iters", 2]
             command += ["--max-failed-starts", 0]  # every start is killed, which would count as failing on one batch
-            return seconds_to_first_iteration([*command, "--log-interval", 1, "--log-style", UPSTREAMS_STYLE])
+            return seconds_to_first_iteration([*command, "--log-interval", 1, "--log-style", MEGATRON_STYLE])
 
         cold = start(0)
         warm = [start(number + 1) for number in range(flags.repeats)]

@@ -38,7 +38,7 @@ from megatron.observe.styles import megatron as megatron_style
 from megatron.parallel.mesh import Axis
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.channel import Channel
-from megatron.parallel.watch.hub_state import Hub
+from megatron.parallel.watch.coordinator import Coordinator
 from megatron.parallel.watch.limits import WatchLimits
 from megatron.parallel.watch.position import Heartbeat, Position, first_position
 from megatron.parallel.watch.verdict import RunEnd
@@ -56,7 +56,7 @@ STEP = SimpleNamespace(
     sample_count=8,
     skipped=False,
     is_spike=False,
-    bad_in_a_row=0,
+    consecutive_bad=0,
     loss_scale=1.0,
     metrics=StepMetrics(),
     sums={},
@@ -84,7 +84,7 @@ class Rank:
     def is_starting(self) -> bool:
         return False
 
-    def speak(self, verdict: RunEnd) -> None:
+    def show(self, verdict: RunEnd) -> None:
         raise RuntimeError(f"the run would have ended: {verdict.text}")
 
     def end(self, verdict: RunEnd) -> None:
@@ -164,8 +164,8 @@ def hub_percent(ranks: int, limits: WatchLimits, seconds: float) -> float:
     process = multiprocessing.Process(target=simulate, args=(theirs, port, ranks, limits.beat_seconds), daemon=True)
     process.start()
     rank = Rank()
-    hub = Hub(0, None, [ProcessIdentity.own()] * (ranks + 1), _TOKEN, limits, time.monotonic())
-    channel = Channel(rank, limits, [], hub, listener, 0, ranks + 1)
+    coordinator = Coordinator(0, None, [ProcessIdentity.own()] * (ranks + 1), _TOKEN, limits, time.monotonic())
+    channel = Channel(rank, limits, [], coordinator, listener, 0, ranks + 1)
     channel.start()
     ours.recv()  # all are connected
     before = thread_seconds(rank)

@@ -1,4 +1,4 @@
-"""What is known of CUDA devices without importing torch, which takes seconds: can there be one, and how large is it."""
+"""Facts about CUDA devices without importing torch, which takes seconds: possible presence and memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from pathlib import Path
 _DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/nvgpu*", "/dev/dxg")
 
 
-def why_no_cuda() -> str:
-    """Why there is certainly no CUDA device for this process; empty where there may be one.
-
-    What is certain is what `torch.cuda.is_available` cannot contradict, so only torch can tell that there is one.
-    """
+def cuda_unavailable_reason() -> str:
+    """The reason why this process certainly has no CUDA device; empty if it may have one, which only torch can tell."""
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return "DS_ACCELERATOR=cpu"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -34,7 +31,7 @@ def why_no_cuda() -> str:
 
 
 def largest_gpu_memory_bytes() -> int | None:
-    """The memory of the largest GPU of this machine; None where NVIDIA's management library does not say.
+    """The memory of the largest GPU of this machine; None if NVML is missing or fails.
 
     Nothing is initialized on a GPU.
 
@@ -59,7 +56,7 @@ def largest_gpu_memory_bytes() -> int | None:
 
 
 def is_cpu_build(version: str) -> bool:
-    """Whether PyTorch was built for no GPU, by the text of its `version.py`.
+    """True if PyTorch was built without GPU support, according to the text of its `version.py`.
 
     Source: pytorch `tools/generate_torch_version.py`, which writes `cuda`, `hip` and, since 2.8, `xpu`.
     """

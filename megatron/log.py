@@ -197,13 +197,13 @@ def shows_info() -> bool:
     return _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["info"]
 
 
-def doing(text: str) -> None:
-    """Says what this process is busy with from now on; `breaking_silence` shows it if it takes long."""
+def set_activity(text: str) -> None:
+    """Says what this process is busy with from now on; `show_activity_when_quiet` shows it if it takes long."""
     _OUTPUT.activity, _OUTPUT.activity_at = text, time.monotonic()
 
 
 @contextlib.contextmanager
-def breaking_silence() -> Iterator[None]:
+def show_activity_when_quiet() -> Iterator[None]:
     """Shows what rank 0 is busy with when nothing was printed for 2 seconds, then for 4, 8, and so on up to a minute.
 
     Not while a progress bar is drawn, which shows as much.

@@ -76,9 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     mesh = open_mesh(request.layout)
     try:
-        loaded = open_checkpoint(request.own.load, request.given, mesh)
-        result = _measure(request.own, request.given, loaded)
-        text = f" validation results on {request.own.task} | {_figures(request.own, result)}"
+        loaded = open_checkpoint(request.flags.load, request.given, mesh)
+        result = _measure(request.flags, request.given, loaded)
+        text = f" validation results on {request.flags.task} | {_figures(request.flags, result)}"
         for line in ("-" * (len(text) + 1), text, "-" * (len(text) + 1)):
             log.line(line)
     finally:

@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.data.databases import KINDS, Database, new_database
 from tests.helpers.ranks import LAUNCH_VARIABLES
 from tests.helpers.samples import DEFAULT_CASES
+from tests.helpers.suite import selection
 
 # No test fails because a shared machine was slow.
 settings.register_profile("untimed", deadline=None)
@@ -43,7 +44,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--cases` and `--fuzz-seed`: how much the campaigns do, and from which seed."""
+    """Adds `--cases` and `--fuzz-seed` of the campaigns, and the options that select tests."""
+    selection.add_options(parser)
     parser.addoption(
         "--cases",
         type=int,
@@ -60,6 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     So no worker is left with a long test while the others have nothing to do. Tests of a file that share something of
     it, such as a trained network, stay on one worker, which makes it once.
     """
+    selection.select(config, items)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
         for item in items:

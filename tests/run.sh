@@ -1,24 +1,43 @@
 #!/usr/bin/env bash
-# Installs the project with its test extra (once; later runs reuse it) and runs the whole test suite.
+# Installs the project with its test extra (once; later runs reuse it) and runs its tests on up to 8 cores.
 #
-#   bash tests/run.sh                 everything, on up to 8 cores
-#   bash tests/run.sh -k parity       arguments go to pytest
+#   bash tests/run.sh                    the core of the suite and samples of the rest: ten minutes on two cores
+#   bash tests/run.sh --changed [REF]    every test that depends on a file changed since REF (origin/main)
+#   bash tests/run.sh --all              everything
+#   bash tests/run.sh -k parity          further arguments go to pytest
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
-prepare_environment test
-[ -n "${CI:-}" ] || "$PYTHON" -m tests.helpers.architecture.budget  # what shrank stays small
+case "${1:-}" in
+    --all | --changed) prepare_environment test-all ;;
+    *) prepare_environment test ;;
+esac
+if [ -z "${CI:-}" ]; then  # what shrank stays small
+    "$PYTHON" -m tests.helpers.architecture.budget
+    "$PYTHON" -m tests.helpers.architecture.wording >/dev/null
+fi
 workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
 
-# A test that passes on the second try, alone, when nothing else uses the machine, is reported and does not fail the run: of 10,000 tests, many
-# of which start processes, one to three in a run have met a moment at which a shared machine stood still. A defect fails twice; more than
-# this many are one in any case.
+case "${1:-}" in
+    --all) shift ;;
+    --changed)
+        shift
+        reference=origin/main
+        case "${1:--}" in -*) ;; *) reference="$1" && shift ;; esac
+        set -- --changed "$reference" "$@"
+        ;;
+    *) set -- --core "$@" ;;
+esac
+
+# A failed test is tried again alone, in case the machine stood still. One that then passes is reported and does not fail
+# the run, but it is a defect of the test or of what it tests.
 MOST_SECOND_TRIES=5
 failures=.pytest_cache/v/cache/lastfailed
 rm -f "$failures"
 status=0
 "$PYTHON" -m pytest --numprocesses "$workers" --dist loadgroup "$@" || status=$?
+[ "$status" -ne 5 ] || [ "$1" != --changed ] || exit 0  # the change affects no test
 if [ "$status" -ne 1 ] || [ ! -s "$failures" ] || [ "$(grep -c ': true' "$failures")" -gt "$MOST_SECOND_TRIES" ]; then
     exit "$status"
 fi
@@ -26,4 +45,4 @@ sed -i.bak 's/@[^"@]*": true/": true/' "$failures"  # pytest-xdist names the gro
 say "failed once, tried again alone:"
 sed -n 's/^ *"\(.*\)": true,\{0,1\}$/  \1/p' "$failures" >&2
 "$PYTHON" -m pytest --numprocesses 0 --last-failed --last-failed-no-failures none "$@"
-say "passed on the second try. Such a test, or what it tests, is unsteady: find out why."
+say "passed on the second try: each of these tests is unsteady and has to be mended."

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron import cuda_driver
-from megatron.cuda_driver import is_cpu_build, why_no_cuda
+from megatron.cuda_driver import cuda_unavailable_reason, is_cpu_build
 
 
 @pytest.fixture(autouse=True)
@@ -18,21 +18,21 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_never_contradicts_torch() -> None:
-    assert not (why_no_cuda() and torch.cuda.is_available())
+    assert not (cuda_unavailable_reason() and torch.cuda.is_available())
     assert is_cpu_build(Path(torch.version.__file__).read_text()) is (torch.version.cuda is torch.version.hip is None)
 
 
 def test_the_variables_decide_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "_torch_version_file", lambda: "cuda: Optional[str] = '12.8'\nhip = None\n")
     monkeypatch.setattr(cuda_driver.glob, "glob", lambda pattern: ["/dev/nvidia0"])
-    assert why_no_cuda() == ""
+    assert cuda_unavailable_reason() == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    assert why_no_cuda() == ""
+    assert cuda_unavailable_reason() == ""
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert why_no_cuda() == f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU"
+        assert cuda_unavailable_reason() == f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU"
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert why_no_cuda() == "DS_ACCELERATOR=cpu"
+    assert cuda_unavailable_reason() == "DS_ACCELERATOR=cpu"
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_only_what_is_certain_is_said(
     monkeypatch.setattr(cuda_driver, "_torch_version_file", lambda: version)
     monkeypatch.setattr(cuda_driver.glob, "glob", lambda pattern: [name for name in devices if name[:7] == pattern[:7]])
     monkeypatch.setattr(cuda_driver.sys, "platform", platform)
-    found = why_no_cuda()
+    found = cuda_unavailable_reason()
     assert (reason in found) if reason else found == ""

@@ -99,10 +99,10 @@ def test_a_word_may_be_shown_without_quotes() -> None:
 
 
 def test_a_problem_that_repeats_a_huge_value_keeps_its_beginning_and_its_end() -> None:
-    problem = f"--load-tag {'a' * 60_000} names no step. Write it like iter_0000500."
+    problem = f"--load-tag {'a' * 60_000} does not contain a step. Expected iter_0000500."
     (shown,) = ConfigError(problem).problems
     assert len(shown) < 5000
-    assert shown.startswith("--load-tag aaa") and shown.endswith("names no step. Write it like iter_0000500.")
+    assert shown.startswith("--load-tag aaa") and shown.endswith("does not contain a step. Expected iter_0000500.")
     assert ConfigError(["short", problem]).problems == ["short", shown]
 
 

@@ -256,8 +256,8 @@ def test_what_takes_long_is_shown_while_nothing_else_is(
 ) -> None:
     monkeypatch.setattr(log, "_SILENCE_SECONDS", 0.05)
     shown = ""
-    with log.breaking_silence():
-        log.doing("waiting for the test")
+    with log.show_activity_when_quiet():
+        log.set_activity("waiting for the test")
         while shown.count("... waiting for the test") < 2:
             shown += capsys.readouterr().err
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""How much there is to read: lines of each package and of what training imports, and names that mean one thing."""
+"""How much there is to read, and how well: lines of each package, distinct class names, rare stumbling words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.helpers.architecture import budget
+from tests.helpers.architecture import budget, wording
 
 
 @pytest.mark.parametrize("name", budget.budgets())
@@ -37,3 +37,29 @@ def test_no_public_class_has_the_name_of_another_in_its_package() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 owners[budget.package_of(module), node.name].append(module)
     assert {name: where for name, where in owners.items() if len(where) > 1} == {}
+
+
+@pytest.fixture(scope="module")
+def hits() -> dict[str, list[tuple[str, int, str]]]:
+    return wording.hits()
+
+
+@pytest.mark.parametrize("pattern", wording.PATTERNS)
+def test_no_pattern_is_above_its_ceiling(pattern: str, hits: dict[str, list[tuple[str, int, str]]]) -> None:
+    ceiling = wording.ceilings()[pattern]
+    command = f"python -m {wording.__name__} '{pattern}'"
+    assert len(hits[pattern]) <= ceiling, (
+        f"{len(hits[pattern])} hits, {ceiling} allowed; see `{command}` and `git diff`"
+    )
+
+
+def test_patterns_are_found_where_they_are() -> None:
+    text = '"""What it is."""\ndef f(place):\n    """True if a rank says so."""\n    # those of others\n    own = 1\n'
+    found = sorted(wording.of_file("x.py", text))
+    assert found == [
+        ("docstring: What/Whether/How/Which", 1),
+        ("is said/says", 3),
+        ("name: own", 2),
+        ("name: place", 2),
+        ("those of/that of", 4),
+    ]

@@ -45,7 +45,7 @@ class ChatFlags(SamplingFlags):
     )
     chat_template: str | None = flag(
         None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.PLACE,
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     system: str = flag("", "instructions before the conversation")
     max_new_tokens: int | None = flag(None, "most tokens of one answer; by default as many as fit", at_least=1)
@@ -66,28 +66,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
-    from megatron.inference.generation import GenerationEngine, follow, lead
+    from megatron.inference.generation import GenerationEngine, drive, serve_as_worker
     from megatron.inference.loaded_model import open_checkpoint
 
-    engine = GenerationEngine(open_checkpoint(request.own.load, request.given, mesh), max_sequences=1)
+    engine = GenerationEngine(open_checkpoint(request.flags.load, request.given, mesh), max_sequences=1)
     if mesh.world.rank != 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # it stops an answer, on rank 0
-        follow(engine)
+        serve_as_worker(engine)
         return
-    with lead(engine) as leader:
-        talk(_conversation(request, engine, leader))
+    with drive(engine) as driver:
+        talk(_conversation(request, engine, driver))
 
 
-def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, leader: object) -> Conversation:
+def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, driver: object) -> Conversation:
     from megatron.inference.sampling import Sampling
     from trident.serve.conversation import Conversation
-    from trident.serve.requests.served import served_model
+    from trident.serve.requests.served_model import build_served_model
 
-    flags, loaded = request.own, engine.loaded
+    flags, loaded = request.flags, engine.loaded
     flags.check_vocabulary(loaded.vocab_size)
-    served = served_model(loaded, chat_template=flags.chat_template)
+    served = build_served_model(loaded, chat_template=flags.chat_template)
     sampling = Sampling.of_flags(flags, loaded.config.random.seed)
-    return Conversation(served, leader, sampling, flags.max_new_tokens, flags.system)  # type: ignore[arg-type]
+    return Conversation(served, driver, sampling, flags.max_new_tokens, flags.system)  # type: ignore[arg-type]
 
 
 def talk(conversation: Conversation) -> None:
@@ -142,8 +142,8 @@ def _answer(conversation: Conversation, question: str) -> None:
         log.info("(stopped)")
     elif conversation.was_cut:
         log.info("(cut off by the limit on tokens; see --max-new-tokens and the model's positions)")
-    if conversation.left_out:
-        log.info(f"({conversation.left_out} earlier messages were left out: the model has too few positions)")
+    if conversation.dropped:
+        log.info(f"({conversation.dropped} earlier messages were dropped: the model has too few positions)")
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 from megatron.errors import CheckpointError, ConfigError, ExitCode, LaunchError, StorageError, printable
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.keeping.summaries import ManifestSummary
+    from megatron.checkpoint.retention.summaries import ManifestSummary
     from trident.checkpoints.listing import ListedCheckpoint
 
 
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     section, run = _COMMANDS[command]
     if section is CopyFlags and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
         words.insert(1, "--save")
-    return run(parse_flags(section, words, f"checkpoints.py {command}", __doc__ or "", unnamed="--load"))
+    return run(parse_flags(section, words, f"checkpoints.py {command}", __doc__ or "", positional="--load"))
 
 
 def _list(flags: ListFlags) -> int:
@@ -277,8 +277,8 @@ def _folders(flags: AverageFlags) -> list[Path]:
 
 
 def _prune(flags: PruneFlags) -> int:
-    from megatron.checkpoint.keeping.retention import KeepRules, Retention
     from megatron.checkpoint.publish import sweep
+    from megatron.checkpoint.retention.pruning import Pruner, RetentionRules
     from megatron.checkpoint.storage import DISK
     from megatron.train.restarts.identity import identity_of
     from trident.checkpoints.listing import entries_in
@@ -288,7 +288,7 @@ def _prune(flags: PruneFlags) -> int:
         raise CheckpointError(f"{directory} is one checkpoint. Give the folder that holds it and others.")
     identity = identity_of(directory)
     run_id = "" if identity is None else identity.run_id
-    retention = Retention(KeepRules(flags.keep_last, flags.keep_every, flags.keep_best), DISK)
+    retention = Pruner(RetentionRules(flags.keep_last, flags.keep_every, flags.keep_best), DISK)
     if flags.dry_run:
         doomed = retention.plan(retention.newest_in(directory, run_id))
         leftovers = [entry for entry in entries_in(directory, DISK) if entry.is_leftover]
@@ -316,7 +316,7 @@ def _tell(verb: str, summaries: Sequence[ManifestSummary]) -> None:
 
 def _copy(flags: CopyFlags) -> int:
     from megatron.checkpoint import read_record
-    from megatron.checkpoint.keeping.copying import copy_checkpoint
+    from megatron.checkpoint.retention.copying import copy_checkpoint
     from megatron.parallel.mesh import ParallelMesh
     from megatron.train.restarts.identity import RunIdentity, identity_of, read_identity, write_identity
 
@@ -374,14 +374,14 @@ def _checkpoints(directory: Path, steps: Sequence[int] = ()) -> list[Path]:
 
     candidates = find(directory)
     if not candidates:
-        raise CheckpointError(f"there is no checkpoint in {directory}. Give a folder to which a run saved checkpoints.")
+        raise CheckpointError(f"no checkpoint in {directory}. Use the folder of a run's checkpoints.")
     if not steps:
         return [candidate.path for candidate in candidates]
     by_step = {candidate.step: candidate.path for candidate in reversed(candidates)}
     missing = [str(step) for step in steps if step not in by_step]
     if missing:
         raise CheckpointError(
-            f"{directory} holds no checkpoint of step {', '.join(missing)}. It holds these steps: "
+            f"{directory} has no checkpoint of step {', '.join(missing)}. It has these steps: "
             f"{', '.join(map(str, sorted(by_step)))}."
         )
     return [by_step[step] for step in steps]

@@ -32,7 +32,7 @@ class DashboardFlags(ConfigSection):
         ("runs",),
         "folders of runs, or folders that hold some; the flag's name may be left out",
         nargs="+",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     port: int = flag(6007, "port of the page; 0 takes a free one", at_least=0, at_most=65535)
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         DashboardFlags,
         sys.argv[1:] if argv is None else argv,
         description=__doc__ or "",
-        unnamed="--runs",
+        positional="--runs",
     )
     server = open_server(flags.runs, flags.port)
     process_exit.interrupt_on_sigterm()

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = parse_over(
         EvaluateFlags, sys.argv[1:] if argv is None else argv, "evaluate.py", description=__doc__ or ""
     )
-    flags, given = request.own, request.given
+    flags, given = request.flags, request.given
     tasks = _tasks(flags)
 
     from megatron.files.replacing import check_writable

@@ -219,17 +219,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         GenerateFlags, sys.argv[1:] if argv is None else argv, "generate_samples_gpt.py", description=__doc__ or ""
     )
     layout = request.layout
-    prompts = _read_prompts(request.own.sample_input_file)
+    prompts = _read_prompts(request.flags.sample_input_file)
 
     from megatron.parallel.agreement import run_on_first
     from megatron.parallel.joining import close_mesh, open_mesh
 
     mesh = open_mesh(layout)
     try:
-        output = _output(request.own)
+        output = _output(request.flags)
         if output is not None:
-            run_on_first(mesh, lambda: _check_output(output, request.own.sample_input_file))
-        generator = _open(request.own, request.given, mesh)
+            run_on_first(mesh, lambda: _check_output(output, request.flags.sample_input_file))
+        generator = _open(request.flags, request.given, mesh)
         if output is None:
             _interact(generator)
         else:

@@ -39,7 +39,7 @@ from megatron.config import (
     flag,
 )
 from megatron.config.files.flag_files import read_group_files
-from megatron.config.program_flags import laid_over, parse_over
+from megatron.config.program_flags import parse_over, with_overrides
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.files.settings import read_json
 
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = parse_over(
         SampleFlags, sys.argv[1:] if argv is None else argv, "sample_idxs_to_text.py", description=__doc__ or ""
     )
-    flags = request.own
+    flags = request.flags
     given, problems = read_group_files(request.given)
     if problems:
         raise ConfigError(problems)
@@ -144,7 +144,7 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
             f"there is no checkpoint in {folder}. Give the folder to which a run saved its checkpoints."
         )
     record = Record.from_json(read_record(candidates[0].path), candidates[0].path)
-    config = laid_over(RunConfig.from_json(record.config), given)
+    config = with_overrides(RunConfig.from_json(record.config), given)
     order = SampleOrder.of_plan(
         record.data_plan, config.data, _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
     )
@@ -174,7 +174,7 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
             f"checkpoint in {saves or '(no --save)'}, so its sample order cannot be derived from its flags. Give the "
             f"folder of its checkpoints with --load."
         )
-    config = laid_over(saved, given)
+    config = with_overrides(saved, given)
     length, seed = config.data.seq_length, config.random.seed
     masked = _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
     ranges = config.safety.skip_ranges

@@ -47,7 +47,7 @@ class ServeFlags(SamplingFlags):
     )
     chat_template: str | None = flag(
         None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.PLACE,
+        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     token_file: str | None = flag(
         None,
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if mesh.world.rank == 0:
             _serve(request, mesh)
         else:
-            _follow(request, mesh)
+            _serve_as_worker(request, mesh)
     finally:
         close_mesh(mesh)
     return 0
@@ -118,32 +118,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     """Serves on rank 0."""
-    from megatron.inference.generation import lead
-    from trident.serve.requests.served import served_model
-    from trident.serve.server import Opened
+    from megatron.inference.generation import drive
+    from trident.serve.requests.served_model import build_served_model
+    from trident.serve.server import EngineSession
 
-    flags = request.own
+    flags = request.flags
     server = _server(flags, "random.seed" in request.given, int(request.given.get("random.seed", 1234)))
     log.info(f"listening on {server.address}, loading {flags.load}")
 
-    def open_model() -> Opened:
+    def open_model() -> EngineSession:
         loaded = _load(request, mesh)
-        served = served_model(loaded, flags.served_model_name, flags.chat_template)
-        leader = lead(_engine(flags, loaded))
-        return Opened(served, leader, flags.max_sequences, leader.check_ranks, leader.close)
+        served = build_served_model(loaded, flags.served_model_name, flags.chat_template)
+        driver = drive(_engine(flags, loaded))
+        return EngineSession(served, driver, flags.max_sequences, driver.check_ranks, driver.close)
 
     server.run(open_model)
 
 
-def _follow(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
+def _serve_as_worker(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
     """Computes on another rank; only rank 0 decides when to stop."""
     import signal
 
-    from megatron.inference.generation import follow
+    from megatron.inference.generation import serve_as_worker
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    follow(_engine(request.own, _load(request, mesh)))
+    serve_as_worker(_engine(request.flags, _load(request, mesh)))
 
 
 def _engine(flags: ServeFlags, loaded: LoadedModel) -> GenerationEngine:
@@ -158,7 +158,7 @@ def _engine(flags: ServeFlags, loaded: LoadedModel) -> GenerationEngine:
 def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:
     from megatron.inference.loaded_model import open_checkpoint
 
-    return open_checkpoint(request.own.load, request.given, mesh)
+    return open_checkpoint(request.flags.load, request.given, mesh)
 
 
 def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:

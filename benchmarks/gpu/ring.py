@@ -82,7 +82,7 @@ class LocalRing:
             SequenceSplit(Axis("cp", rank, ranks, tuple(range(ranks))), Axis.single("sp")) for rank in range(ranks)
         ]
         self._events: list[list[str]] = [[] for _ in splits]
-        self._places = [torch.from_numpy(split.places(length)[0]).to(device) for split in splits]
+        self._places = [torch.from_numpy(split.positions(length)[0]).to(device) for split in splits]
         self._plans = [
             RingPlan.of(split, length, None, attention_of(events), Visibility(), (), device)
             for split, events in zip(splits, self._events, strict=True)

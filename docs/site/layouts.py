@@ -1,6 +1,9 @@
-"""Writes docs/layouts.md: which layouts go with what, as the rules of the flags say, with the test of each.
+"""Writes docs/layouts.md, the combinations of layouts and features that the rules of the flags refuse.
 
-python docs/site/layouts.py
+    python docs/site/layouts.py
+    python docs/site/layouts.py --grid
+
+The second prints every pair of a pipeline and another value with the test that trains it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -8,22 +11,24 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from docs.site.layout_survey import AXES, refusals
 from megatron import process_exit
+from megatron.config import ConfigSection, flag, parse_flags
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "layouts.md"
-# A small network, whose layers and heads can be divided in many ways.
+# A small network with many divisors of its layers and heads.
 COMMAND = shlex.split(
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --train-iters 10 --data-path corpus_text_document "
     "--vocab-file vocab.json --merge-file merges.txt"
 )
 
-# Pairs that every run of the tests trains; the others are part of its campaign.
+# Pairs trained in every run of the tests; the campaign trains the others.
 FEW = (
     ("zbv", "a teacher too"),
     ("interleaved-zb", "some frozen"),
@@ -43,7 +48,7 @@ _FEW = f"{_TABLE}::test_a_few_pairs_train_like_one_process"
 _EACH = f"{_TABLE}::test_a_value_trains_with_every_pipeline[{{}}]"
 _SCHEDULES = "tests/parity/pipeline/test_schedules.py::test_a_schedule_equals_one_process"
 _PARITY = "tests/parity/test_parity.py::test_fp32_layout_equals_reference"
-# The test that trains with a value of `AXES`, and compares with one process where the value divides anything.
+# The test that trains with a value of `AXES`, compared with one process where the value changes the layout.
 TESTED_BY: Mapping[str, str] = {
     "no pipeline": _PARITY,
     **dict.fromkeys(("1f1b", "interleaved", "zb-h1", "interleaved-zb", "zbv", "v-half", "v-1f1b"), _SCHEDULES),
@@ -92,101 +97,105 @@ TESTED_BY: Mapping[str, str] = {
     "on the device": _PARITY,
     "on the host": "tests/engine/optimizer/test_offloading.py::test_offloading_changes_no_step",
 }
-REPLICAS = "2 replicas"  # what more processes make of any command: no flag asks for it
-# The tests of pairs of a pipeline and another value, in the order of their numbers on the page.
+REPLICAS = "2 replicas"  # twice the processes: no flag
+_PAIRED = (*(value for axis, values in AXES.items() if axis != "pipeline" for value in values), REPLICAS)
+# The tests of pairs of a pipeline and another value, by their number in the grid.
 PAIRS_TESTED_BY = (_PARITY, _SCHEDULES, TESTED_BY["1f1b, engine deepspeed"], _FEW, _EACH.format("VALUE"))
 
-_BEGIN = """# Which layouts go with what
+_PAGE = """# Combinations that are refused
 
-What can be combined, what is refused, and the tests that train it. The page is written from the rules that refuse a
-command before it starts, by `docs/site/layouts.py`.
+The combinations of parallelism, schedule, precision and other features that are refused before a run starts, with the
+reason and the nearest setting that works. Everything else can be combined, data parallelism with everything.
+`python docs/site/layouts.py` writes this page from the rules.
 
-Data parallelism can be combined with everything here: start more processes. For a command of your own, `doctor.py` says
-what could be changed about it:
+The table covers what the flags alone determine. On a GPU, `--cpu-optimizer` also requires ZeRO 1 or higher, and
+`--compile` cannot be combined with dropout in fused attention.
+
+| combination | reason and way out |
+|---|---|
+"""
+_MORE = """
+## What works, and its tests
+
+`doctor.py` lists the possible changes of a given command, each with its test. The second command prints the full grid:
+every pipeline with every other value, and the test that compares the pair with one process.
 
 ```text
 python tools/doctor.py --layouts -- pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16
+python docs/site/layouts.py --grid
 ```
-
-The tables hold what the flags alone decide. On a GPU, offloading also needs ZeRO 1 or more, and `--compile` cannot be
-combined with dropout in fused attention.
-
-## Pipelines
-
-`yes`: the value works with this pipeline, whatever the others are, unless a row of the next table forbids it. The
-number is that of a test below, which trains the two together and compares with one process, or one engine with the
-other; of the other axes it has the first value.
 """
 
 
-def main() -> int:
-    """Writes the page."""
-    PAGE.write_text(page([(one.values, one.sentence) for one in refusals(COMMAND)]), encoding="utf-8")
-    print(PAGE)
+@dataclass(frozen=True)
+class LayoutFlags(ConfigSection):
+    """Flags of this program."""
+
+    grid: bool = flag(False, "print the full grid with its tests, and leave the page as it is")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page, or prints the grid."""
+    flags = parse_flags(LayoutFlags, sys.argv[1:] if argv is None else argv, description=__doc__ or "")
+    refused = [(combination.values, combination.sentence) for combination in refusals(COMMAND)]
+    if flags.grid:
+        print("\n".join(grid([frozenset(values) for values, _ in refused])))
+    else:
+        PAGE.write_text(page(refused), encoding="utf-8")
+        print(PAGE)
     return 0
 
 
 def page(refused: Sequence[tuple[tuple[str, ...], str]]) -> str:
-    """The page, from the combinations that are refused and why."""
-    sets = [frozenset(values) for values, _ in refused]
-    lines = [
-        _BEGIN,
-        *_matrix(sets),
-        "",
-        "## Refused",
-        "",
-        "| combination | why, and the nearest that works |",
-        "|---|---|",
-    ]
-    lines += [f"| {cell} | {sentence.replace('|', '&#124;')} |" for cell, sentence in _merged(refused)]
-    lines += [
-        "",
-        "## Tests",
-        "",
-        "The tests of the pairs above. Those with the name of a value in brackets run with `--cases 401` or more.",
-        "",
-        *(f"{number}. `{test}`" for number, test in enumerate(PAIRS_TESTED_BY, 1)),
-        "",
-        "The tests of each value, most of them in several layouts:",
-        "",
-    ]
-    lines += ["| value | flags | test |", "|---|---|---|"]
+    """The page, from the refused combinations and their messages."""
+    rows = (f"| {cell} | {sentence.replace('|', '&#124;')} |\n" for cell, sentence in _merged(refused))
+    return _PAGE + "".join(rows) + _MORE
+
+
+def grid(refused: Sequence[frozenset[str]]) -> Iterator[str]:
+    """The lines of the full grid: `no`, or `yes` with the number of the test below; then the test of each value."""
+    pipelines, numbers = list(AXES["pipeline"]), {test: number for number, test in enumerate(PAIRS_TESTED_BY, 1)}
+    pairs = pair_tests(refused)
+    yield "| | " + " | ".join(pipelines) + " |"
+    yield "|---" * (1 + len(pipelines)) + "|"
+    for value in _PAIRED:
+        tests = [pairs.get((pipeline, value), "").replace(f"[{value}]", "[VALUE]") for pipeline in pipelines]
+        cells = [f"yes {numbers[test]}" if test else "no" for test in tests]
+        yield f"| {value} | " + " | ".join(cells) + " |"
+    yield ""
+    yield from (f"{number}. `{test}`" for number, test in enumerate(PAIRS_TESTED_BY, 1))
+    yield from ("", "| value | flags | test |", "|---|---|---|")
     for values in AXES.values():
         for value, flags in values.items():
-            lines.append(f"| {value} | {f'`{flags}`' if flags else ''} | `{TESTED_BY[value]}` |")
-    return "\n".join(lines) + "\n"
+            yield f"| {value} | {f'`{flags}`' if flags else ''} | `{TESTED_BY[value]}` |"
+
+
+def pair_tests(refused: Sequence[frozenset[str]]) -> dict[tuple[str, str], str]:
+    """The test of each pair of a pipeline and another value that is not refused."""
+    return {
+        (pipeline, value): test_of(pipeline, value) or ""
+        for pipeline in AXES["pipeline"]
+        for value in _PAIRED
+        if not any(combination <= {pipeline, value} for combination in refused)
+    }
 
 
 def test_of(pipeline: str, value: str) -> str | None:
-    """The test that trains with both, if they go together; None for a pipeline that is not in the table, such as one
-    of a schedule file.
+    """The test that trains with both, if they can be combined; None for a pipeline outside the table, such as a
+    schedule file.
     """
-    own = TESTED_BY.get(pipeline)
-    if value == REPLICAS or own is None:
-        return own
+    test = TESTED_BY.get(pipeline)
+    if value == REPLICAS or test is None:
+        return test
     (axis,) = (axis for axis, values in AXES.items() if value in values)
     is_first = value == next(iter(AXES[axis]))
-    if is_first or (own == _SCHEDULES and (axis in ("ZeRO", "recompute") or value == "tensor 2")):
-        return own
+    if is_first or (test == _SCHEDULES and (axis in ("ZeRO", "recompute") or value == "tensor 2")):
+        return test
     return _FEW if (pipeline, value) in FEW else _EACH.format(value)
 
 
-def _matrix(refused: Sequence[frozenset[str]]) -> Iterator[str]:
-    pipelines, numbers = list(AXES["pipeline"]), {test: number for number, test in enumerate(PAIRS_TESTED_BY, 1)}
-    yield "| | " + " | ".join(pipelines) + " |"
-    yield "|---" * (1 + len(pipelines)) + "|"
-    for axis, values in {**AXES, "data parallelism": (REPLICAS,)}.items():
-        for value in values if axis != "pipeline" else ():
-            tests = [(test_of(pipeline, value) or "").replace(f"[{value}]", "[VALUE]") for pipeline in pipelines]
-            cells = [
-                "no" if any(one <= {pipeline, value} for one in refused) else f"yes {numbers[test]}"
-                for pipeline, test in zip(pipelines, tests, strict=True)
-            ]
-            yield f"| {value} | " + " | ".join(cells) + " |"
-
-
 def _merged(refused: Sequence[tuple[tuple[str, ...], str]]) -> Iterator[tuple[str, str]]:
-    """Combinations that differ in their first value and have the same sentence as one."""
+    """Merges combinations that differ only in their first value and have the same message."""
     firsts: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for (first, *rest), sentence in refused:
         firsts.setdefault((tuple(rest), sentence), []).append(first)
@@ -195,26 +204,13 @@ def _merged(refused: Sequence[tuple[tuple[str, ...], str]]) -> Iterator[tuple[st
 
 
 def refused_on(text: str) -> dict[tuple[str, ...], str]:
-    """The rows of the page's table of refused combinations: values, and the sentence."""
-    table = text.partition("## Refused\n")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")][2:]
+    """The rows of the page: values and message of each refused combination."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
     return {
         (first, *rest): sentence.replace("&#124;", "|")
         for cell, sentence in rows
         for firsts, *rest in [cell.split(" + ")]
         for first in firsts.split(" or ")
-    }
-
-
-def yes_cells(text: str) -> dict[tuple[str, str], str]:
-    """The cells of the page's first table that do not say no: pipeline and value, and the test that the cell names."""
-    table = text.partition("## Pipelines\n")[2].partition("\n## ")[0]
-    header, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
-    return {
-        (pipeline, value): PAIRS_TESTED_BY[int(cell.removeprefix("yes ")) - 1].replace("[VALUE]", f"[{value}]")
-        for value, *cells in rows
-        for pipeline, cell in zip(header, cells, strict=True)
-        if cell != "no"
     }
 
 

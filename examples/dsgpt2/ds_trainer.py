@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin_rank()
     words = sys.argv[1:] if argv is None else argv
     flags, trainers = read_program(DsGpt2Flags, words, "ds_trainer.py", __doc__ or "")
-    return pretrain_gpt.train([*flags.words(), *trainers], flags.program)
+    return pretrain_gpt.train([*flags.trainer_arguments(), *trainers], flags.program)
 
 
 if __name__ == "__main__":

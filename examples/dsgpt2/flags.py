@@ -157,7 +157,7 @@ class DsGpt2Flags(ProgramFlags):
         }
         return Program(defaults=defaults, log_styles={"dsgpt2": _line_style})
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line.
 
         Raises:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
 from megatron.objective.metric import StepMetrics
-from megatron.observe.console import Moment, shown_loss
+from megatron.observe.console import LogPosition, shown_loss
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,
@@ -20,17 +20,17 @@ SAVE_LINES = SaveLines(
 LOSS_TAGS: tuple[str, str] | None = None
 
 
-def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
     """The line of a log interval."""
     loss = metrics.value("lm_loss" if metrics.value("sample_loss") is None else "sample_loss")
-    return [f"INFO: [Loss] {shown_loss(loss, 'f')} | {_place(moment)} | lr: {metrics.value('learning_rate'):.6e}"]
+    return [f"INFO: [Loss] {shown_loss(loss, 'f')} | {_place(position)} | lr: {metrics.value('learning_rate'):.6e}"]
 
 
-def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
     """The result of one evaluation; it names the data group unless that is the validation data."""
     label = "eval" if group == "valid" else f"eval {group}"
-    return [f"INFO: [Loss ({label})] {loss:f} | {_place(moment)}"]
+    return [f"INFO: [Loss ({label})] {loss:f} | {_place(position)}"]
 
 
-def _place(moment: Moment) -> str:
-    return f"epoch: {moment.epoch} | step: {moment.step}/{moment.train_iterations}"
+def _place(position: LogPosition) -> str:
+    return f"epoch: {position.epoch} | step: {position.step}/{position.train_iterations}"

@@ -62,7 +62,7 @@ class BenchmarkFlags(ProgramFlags):
         if self.tasks is not None and self.task != _ALL:
             yield f"--tasks {self.tasks} is for --task {_ALL}, and --task {self.task} is one. Drop one of them."
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The command line of tools/evaluate.py."""
         limit = ["--limit", str(_DEV_ITEMS)] if self.dev else []
         fitted = ["--train-data", self.train_data] if self.train_data is not None else []
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmarks."""
     begin_rank()
     flags, others = read_program(BenchmarkFlags, sys.argv[1:] if argv is None else argv, "benchmark.py", __doc__ or "")
-    words = flags.words()
+    words = flags.trainer_arguments()
 
     from tools import evaluate
 

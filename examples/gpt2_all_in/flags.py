@@ -20,7 +20,7 @@ from megatron.config.flags.fields import Flag, flag, flags_of
 from megatron.config.flags.paths import PathUse
 from megatron.config.flags.program import Program
 from megatron.config.flags.section import ConfigSection, bound_problems, build_unchecked
-from megatron.config.program_flags import ProgramFlags, words_of
+from megatron.config.program_flags import ProgramFlags, arguments_of
 from megatron.errors import ConfigError
 from megatron.files.settings import read_json
 
@@ -74,7 +74,7 @@ class AllInOneModel(ConfigSection):
                 "probability holds for both (--hidden-dropout). Give both the same value."
             )
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's flags of the architecture."""
         pairs: dict[str, Any] = {
             "--vocab-size": self.vocab_size,
@@ -90,7 +90,7 @@ class AllInOneModel(ConfigSection):
             "--init-method-std": self.initializer_range,
             "--activation-function": _ACTIVATIONS[self.mlp_activation],
         }
-        return words_of(pairs)
+        return arguments_of(pairs)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class AllInOneTrainer(ConfigSection):
     tokenizer: str | None = flag(
         None,
         "folder with vocab.json and merges.txt, or a tokenizer.json; if unset, the dev corpus's",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     ckpt_path: str = flag("./logs", "folder of the runs' checkpoints", path=PathUse.FOLDER)
     log_path: str = flag("./logs", "folder of the runs", path=PathUse.FOLDER)
@@ -136,7 +136,7 @@ class AllInOneTrainer(ConfigSection):
         """Samples of a step of one replica."""
         return self.batch_size * (self.gradient_accumulation_steps or 1)
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's flags of optimizer, schedule and intervals."""
         pairs: dict[str, Any] = {
             "--num-workers": self.n_workers,
@@ -158,7 +158,7 @@ class AllInOneTrainer(ConfigSection):
             "--bf16": self.bfloat16,
             "--no-fused-attention": not self.attention_opt,
         }
-        return [*words_of(pairs), *(name for name, is_on in switches.items() if is_on)]
+        return [*arguments_of(pairs), *(name for name, is_on in switches.items() if is_on)]
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class AllInOneFlags(ProgramFlags):
         None, "folder of a run to continue from its newest checkpoint; --config is not read", path=PathUse.FOLDER
     )
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line.
 
         Raises:
@@ -220,7 +220,14 @@ class AllInOneFlags(ProgramFlags):
         folders = ["--run-dir", run, "--tensorboard-dir", f"{run}/tb", "--save", saved]
         folders += ["--data-cache-path", f"{file.trainer.log_path}/.index-cache"]
         length = ["--epochs", str(file.trainer.n_epochs)]
-        return [*file.model.words(), *file.trainer.words(), *file.data_words(), *folders, *style, *length]
+        return [
+            *file.model.trainer_arguments(),
+            *file.trainer.trainer_arguments(),
+            *file.data_words(),
+            *folders,
+            *style,
+            *length,
+        ]
 
     @property
     def path(self) -> Path:
@@ -249,7 +256,7 @@ class AllInOneFlags(ProgramFlags):
 
 def command_line(own: ProgramFlags, others: Sequence[str]) -> list[str]:
     """The words of a program's flags, then the trainer's, which win; a length among the latter replaces --epochs."""
-    words = own.words()
+    words = own.trainer_arguments()
     if _LENGTHS.intersection(word.partition("=")[0] for word in others) and "--epochs" in words:
         place = words.index("--epochs")
         words = words[:place] + words[place + 2 :]

@@ -54,7 +54,7 @@ class SftFlags(ProgramFlags):
         named = found.parent if found.name == "ckpt" else found
         return Path(self.output) if self.output is not None else Path("logs", "SFT", named.resolve().name)
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line, without the architecture and what is frozen."""
         batch = self.batch_size or (2 if self.dev else 4)
         folder = self.folder
@@ -74,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tunes, exports, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
     flags, others = read_program(SftFlags, sys.argv[1:] if argv is None else argv, "sft.py", __doc__ or "")
-    words = [*_network_words(checkpoints_of(flags.model), flags.layers or (1 if flags.dev else 4)), *flags.words()]
+    words = [
+        *_network_words(checkpoints_of(flags.model), flags.layers or (1 if flags.dev else 4)),
+        *flags.trainer_arguments(),
+    ]
     code = pretrain_gpt.train([*words, *others], PROGRAM)
     if code == 0 and log.is_first_rank():
         _export(flags.folder)

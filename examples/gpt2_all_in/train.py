@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         checked_request(read_flags(words, program=PROGRAM), has_data=False)
         recipe = TextRecipe('"trainer.dataset"', '"trainer.log_path"')
-        with log.breaking_silence():
+        with log.show_activity_when_quiet():
             prepare_text(text.trainer.dataset, text.trainer.tokenizer, text.text_folder, recipe)
 
     from megatron import device

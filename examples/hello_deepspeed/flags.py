@@ -25,7 +25,7 @@ from megatron.config.flags.command_line import value_from_file
 from megatron.config.flags.fields import flag, flags_of
 from megatron.config.flags.paths import PathUse
 from megatron.config.flags.program import Program, RunFileNames
-from megatron.config.program_flags import ProgramFlags, words_of
+from megatron.config.program_flags import ProgramFlags, arguments_of
 from megatron.errors import ConfigError
 from megatron.files.settings import read_json
 
@@ -59,7 +59,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
         None,
         "a text file with a paragraph on each line, jsonl or Parquet with a column text, a folder of these, or the "
         "name of a dataset of the hub; if unset, the texts that come with Python",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     mask_prob: float = flag(0.15, "share of the tokens to be predicted", above=0.0, below=1.0, spelled=("--mask_prob",))
     random_replace_prob: float = flag(
@@ -75,7 +75,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
         None,
         "tokenizer.json, a folder that holds one, or a hub name such as roberta-base; if unset, byte-level BPE with "
         "RoBERTa's special tokens is trained on the dataset",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     num_layers: int = flag(6, "encoder layers", at_least=1, spelled=("--num_layers",))
     num_heads: int = flag(8, "attention heads", at_least=1, spelled=("--num_heads",))
@@ -126,7 +126,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
         digest = hashlib.sha256(json.dumps([self.dataset, self.tokenizer]).encode()).hexdigest()[:12]
         return Path(parent) / _PREPARED / digest
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line, of a new experiment or of one that is `continued`."""
         folder = self.load_checkpoint_dir or str(Path(str(self.checkpoint_dir)) / EXPERIMENT)
         checkpoints = str(Path(folder) / "checkpoints")
@@ -161,7 +161,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
             values["--load"] = checkpoints
         if self.local_rank >= 0:
             values["--local-rank"] = self.local_rank
-        return words_of(values)
+        return arguments_of(values)
 
     @property
     def program(self) -> Program:
@@ -181,7 +181,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
             "data.split": "100,0,0",
         }
         return Program(
-            decided={"loss.objective": "masked"},
+            fixed={"loss.objective": "masked"},
             defaults=defaults,
             log_styles={"hello_deepspeed": _line_style},
             run_files={"hello_deepspeed": RUN_FILES},
@@ -205,9 +205,9 @@ class HelloDeepSpeedEngineFlags(HelloDeepSpeedFlags):
         program = super().program
         return dataclasses.replace(program, defaults={**program.defaults, "parallel.zero_stage": 1})
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """As of train_bert.py, with the precision."""
-        return super().words() + ([] if self.dtype == "fp32" else [f"--{self.dtype}"])
+        return super().trainer_arguments() + ([] if self.dtype == "fp32" else [f"--{self.dtype}"])
 
 
 def continued(flags: HelloDeepSpeedFlags) -> HelloDeepSpeedFlags:

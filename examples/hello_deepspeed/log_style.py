@@ -8,7 +8,7 @@ from __future__ import annotations
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
 from megatron.objective.metric import StepMetrics
-from megatron.observe.console import Moment, shown_loss
+from megatron.observe.console import LogPosition, shown_loss
 
 SAVE_LINES = SaveLines(
     before=lambda step, directory: None,
@@ -17,11 +17,11 @@ SAVE_LINES = SaveLines(
 LOSS_TAGS: tuple[str, str] | None = None
 
 
-def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
     """The line of a log interval."""
     return [f"Loss: {shown_loss(metrics.value('lm_loss'), '.4f')}"]
 
 
-def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
     """The result of an evaluation, for which there were no lines."""
     return [f"{group} loss at {prefix}: {loss:.4f}"]

@@ -36,7 +36,7 @@ def run(own: HelloDeepSpeedFlags, words: Sequence[str]) -> int:
     from trident.corpus.training_text import prepare_text
 
     prepare_text(own.dataset, own.tokenizer, own.prepared)
-    return pretrain_gpt.train([*own.words(), *words], own.program)
+    return pretrain_gpt.train([*own.trainer_arguments(), *words], own.program)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,20 @@
-"""Layout-free, pickle-free checkpoints: any layout writes, any layout reads.
+"""Layout-free, pickle-free checkpoints: written by any layout, read by any layout.
 
-Knows pieces of tensors and files; nothing of DeepSpeed and nothing of the training loop.
+Deals with pieces of tensors and files; independent of DeepSpeed and of the training loop.
 """
 
 from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.manifest import read_record
 from megatron.checkpoint.reader import read_tensors, verify
-from megatron.checkpoint.recovery import Candidate, Found, find, folder_of_step, load, load_newest, newest_record
+from megatron.checkpoint.recovery import (
+    Candidate,
+    LoadedCheckpoint,
+    find,
+    folder_of_step,
+    load,
+    load_newest,
+    newest_record,
+)
 from megatron.checkpoint.saving import SaveOptions, save, write_snapshot
 from megatron.checkpoint.snapshot import Snapshot, take_snapshot
 from megatron.errors import DamagedError
@@ -15,7 +23,7 @@ __all__ = [
     "Candidate",
     "CheckpointLock",
     "DamagedError",
-    "Found",
+    "LoadedCheckpoint",
     "SaveOptions",
     "Snapshot",
     "find",

@@ -1,9 +1,9 @@
-"""One thread of a run that writes its checkpoints while training continues.
+"""A thread that writes checkpoints while training continues.
 
-The main thread lists the pieces and hands them over (`begin`); the thread copies them to host memory and writes the
-copy. Weights, masters and moments only change in the optimizer's update, so the copy runs during the next forward and
-backward pass, and `wait_for_copy` is called before the update. The threads of all ranks talk over
-`mesh.background`, which nothing else uses. When to save and what a failure means is decided by the training loop.
+The main thread lists the pieces (`start_save`); the thread copies them to host memory and writes the copy. Weights,
+master weights and moments only change in the optimizer step, so the copy overlaps the next forward and backward pass,
+and `wait_for_copy` is called before the update. The threads of all ranks communicate over `mesh.background`, which is
+theirs alone. The training loop decides when to save and how to handle a failure.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import torch
 
 from megatron import device, log
 from megatron.checkpoint.saving import SaveOptions, write_snapshot
-from megatron.checkpoint.snapshot import Pieces, Snapshot, laid_out, take_snapshot
+from megatron.checkpoint.snapshot import Pieces, Snapshot, plan_copy, take_snapshot
 from megatron.errors import CheckpointError
 from megatron.parallel.agreement import gather_on_first, run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.pieces import PieceKey
 
-# How long the end of a run that failed waits for a writer that was asked to stop: it may wait for a rank that hangs.
-_LEAVE_SECONDS = 5.0
-_LOOK_SECONDS = 1.0
+# How long a failed run waits for the writer to stop, which may itself be waiting for a rank that hangs.
+_EXIT_SECONDS = 5.0
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save ended.
+    """The result of a save.
 
     Attributes:
-        failure: what it raised; None if the checkpoint is committed.
-        seconds: from `begin` to its end.
+        failure: the exception; None if the checkpoint is committed.
+        seconds: time since `start_save`.
     """
 
     step: int
@@ -51,20 +51,19 @@ class SaveOutcome:
 
 @final
 class BackgroundWriter:
-    """Writes the checkpoints of a run, one at a time, on a thread that is started once.
+    """Writes the checkpoints of a run, one at a time, on one thread.
 
-    How a save ends is the same on all ranks, but they learn it at different times. A context manager: entering it
-    starts the thread, and leaving it waits for a save that is being written, unless the run ends because of another
-    rank or by an interrupt.
+    A save has the same outcome on all ranks, but not at the same time. A context manager: entering it starts the
+    thread; exiting waits for the save in progress, unless the run ends because of another rank or an interrupt.
 
     Args:
-        directory: where the checkpoints go.
-        options: of every save; `after_commit` is called on the thread, and `beat` is replaced.
+        directory: the folder of all checkpoints.
+        options: used for every save; `after_commit` is called on the thread, and `beat` is replaced.
 
     Attributes:
         after_commit: may be set before the first save.
-        stall_seconds: how long training has waited for copies and for saves so far.
-        beat: called about once a second, on the thread that waits for a save or a copy, if that has advanced.
+        stall_seconds: time that training has waited for copies and saves so far.
+        beat: called about once a second while a thread waits for a save or copy that makes progress.
     """
 
     def __init__(self, directory: Path, mesh: ParallelMesh, options: SaveOptions | None = None) -> None:
@@ -91,9 +90,9 @@ class BackgroundWriter:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_abandoned = failure is not None and _leaves_no_time(failure)
+        self._is_abandoned = failure is not None and _aborts_save(failure)
         self._jobs.put(None)
-        self._thread.join(_LEAVE_SECONDS if self._is_abandoned else None)
+        self._thread.join(_EXIT_SECONDS if self._is_abandoned else None)
         outcome = self._outcome
         if outcome is not None and outcome.failure is not None and not self._is_abandoned:
             log.warning(f"the checkpoint of iteration {outcome.step} was not saved: {outcome.failure}")
@@ -102,22 +101,21 @@ class BackgroundWriter:
         """Allocates host memory for copies of this many bytes, now rather than at the first save.
 
         Raises:
-            MemoryError: the system does not have it.
+            MemoryError: not enough memory.
         """
         if self._buffer.numel() < size_bytes:
-            self._buffer = device.host_buffer(0, self._mesh.device)  # the smaller one is given back first
+            self._buffer = device.host_buffer(0, self._mesh.device)  # frees the smaller one first
             self._buffer = device.host_buffer(size_bytes, self._mesh.device)
 
-    def begin(self, step: int, pieces: Pieces, record: Mapping[str, Any]) -> None:
-        """Begins a save and returns at once; on every rank, after `wait`.
+    def start_save(self, step: int, pieces: Pieces, record: Mapping[str, Any]) -> None:
+        """Starts a save and returns immediately; on every rank, after `wait`.
 
         Args:
-            pieces: listed at once, since DeepSpeed rearranges the optimizer before it calls `wait_for_copy`. Until
-                that returns, their values must not change.
+            pieces: their values must not change until `wait_for_copy` returns.
         """
         if not self._idle.is_set():
-            raise RuntimeError("a save is being written; wait for it before the next one begins")
-        listed = list(pieces)
+            raise RuntimeError("a save is in progress; wait for it before the next one starts")
+        listed = list(pieces)  # now, since DeepSpeed rearranges the optimizer before it calls `wait_for_copy`
         self._copies.mark()
         self._outcome = None
         self._copied.clear()
@@ -125,28 +123,28 @@ class BackgroundWriter:
         self._jobs.put(_Save(step, listed, record, time.monotonic()))
 
     def wait_for_copy(self) -> None:
-        """Returns when the values that are being saved may change."""
+        """Blocks until the values that are being saved may change."""
         self._wait(self._copied)
         self._copies.hold_device()
 
     def wait(self) -> None:
-        """Returns when no save is being written.
+        """Blocks until no save is in progress.
 
         Raises:
-            CheckpointError: the thread has died.
+            CheckpointError: the thread has terminated.
         """
         self._wait(self._idle)
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save has begun and not ended; any thread may ask."""
+        """True while a save is in progress; may be called from any thread."""
         return not self._idle.is_set() and self._thread.is_alive()
 
     def take_outcome(self) -> SaveOutcome | None:
-        """How the last save ended, once; None while it is being written.
+        """Returns the outcome of the last save, once; None while it is in progress.
 
         Raises:
-            CheckpointError: the thread has died.
+            CheckpointError: the thread has terminated.
         """
         if not self._idle.is_set():
             self._check_thread()
@@ -157,19 +155,19 @@ class BackgroundWriter:
     def _wait(self, event: threading.Event) -> None:
         if event.is_set():
             return
-        began_at, seen = time.monotonic(), self._parts
-        while not event.wait(_LOOK_SECONDS):
+        started_at, seen = time.monotonic(), self._parts
+        while not event.wait(_POLL_SECONDS):
             self._check_thread()
             if self._parts != seen:
                 seen = self._parts
                 self.beat()
-        self.stall_seconds += time.monotonic() - began_at
+        self.stall_seconds += time.monotonic() - started_at
 
     def _check_thread(self) -> None:
         if not self._thread.is_alive():
             raise CheckpointError(
-                "the thread that writes checkpoints has died, so none can be saved. Start again; give --no-async-save "
-                "if it dies again."
+                "the checkpoint writer thread has terminated, so no checkpoint can be saved. Restart the run; if it "
+                "happens again, use --no-async-save."
             )
 
     def _run(self) -> None:
@@ -179,25 +177,25 @@ class BackgroundWriter:
                 failure: Exception | None = None
                 try:
                     self._write(save)
-                except Exception as caught:  # of any type: it becomes an error of the run
+                except Exception as caught:  # any type: the main thread raises it
                     failure = caught
-                self._outcome = SaveOutcome(save.step, failure, time.monotonic() - save.began_at)
+                self._outcome = SaveOutcome(save.step, failure, time.monotonic() - save.started_at)
                 self._idle.set()
         finally:
             self._copied.set()
 
     def _write(self, save: _Save) -> None:
-        taken = run_on_all(self._mesh, lambda: self._copy(save.pieces))
+        snapshot = run_on_all(self._mesh, lambda: self._copy(save.pieces))
         options = dataclasses.replace(self._options, after_commit=self.after_commit, beat=self._advance)
-        write_snapshot(self._directory, save.step, taken, save.record, self._mesh, options)
+        write_snapshot(self._directory, save.step, snapshot, save.record, self._mesh, options)
 
     @torch.no_grad()
     def _copy(self, pieces: list[tuple[PieceKey, torch.Tensor]]) -> Snapshot:
-        """A copy in host memory, after which the values may change; the list of pieces is empty then."""
+        """Copies the pieces to host memory, after which the values may change, and empties the list."""
         try:
-            taken = take_snapshot(pieces)
-            self.reserve(taken.size_bytes)
-            copied, copies = laid_out(taken, self._buffer)
+            snapshot = take_snapshot(pieces)
+            self.reserve(snapshot.size_bytes)
+            copied, copies = plan_copy(snapshot, self._buffer)
             self._copies.copy(copies)
         finally:
             self._copied.set()
@@ -212,48 +210,48 @@ class BackgroundWriter:
 
 
 def memory_problem(size_bytes: int, mesh: ParallelMesh, available_bytes: int | None) -> str | None:
-    """Why the copies of all ranks do not fit into the memory of their machines; None if they do; collective.
+    """The reason why the copies of all ranks do not fit into the host memory of some machine, or None; collective.
 
     Args:
-        size_bytes: what this rank's copy takes.
-        available_bytes: what this rank sees of its machine's memory; None if unknown.
+        size_bytes: size of this rank's copy.
+        available_bytes: memory available on this rank's machine; None if unknown.
     """
     reports = gather_on_first(mesh, lambda: [socket.gethostname(), size_bytes, available_bytes])
 
-    def judge() -> str | None:
+    def check() -> str | None:
         machines: dict[str, list[tuple[int, int | None]]] = {}
         for host, size, available in reports or []:
             machines.setdefault(host, []).append((size, available))
         for host, ranks in machines.items():
-            need = sum(size for size, _ in ranks)
-            room = min((available for _, available in ranks if available is not None), default=None)
-            if room is not None and need > room:
+            needed = sum(size for size, _ in ranks)
+            free = min((available for _, available in ranks if available is not None), default=None)
+            if free is not None and needed > free:
                 return (
-                    f"a copy of the state of the {len(ranks)} rank(s) on {host} takes {need} bytes of host memory, and "
-                    f"{room} bytes are available there"
+                    f"a copy of the state of the {len(ranks)} rank(s) on {host} takes {needed} bytes of host memory, "
+                    f"but only {free} bytes are available"
                 )
         return None
 
-    problem: str | None = run_on_first(mesh, judge)
+    problem: str | None = run_on_first(mesh, check)
     return problem
 
 
 @dataclass(frozen=True)
 class _Save:
-    """What is to be saved, and when the save was requested.
+    """A requested save.
 
     Attributes:
-        pieces: emptied as soon as they are copied, since some are tensors that were made for this save.
+        pieces: emptied as soon as they are copied, since some are temporary tensors.
     """
 
     step: int
     pieces: list[tuple[PieceKey, torch.Tensor]]
     record: Mapping[str, Any]
-    began_at: float
+    started_at: float
 
 
-def _leaves_no_time(failure: BaseException) -> bool:
-    """Whether a run ended for a reason that also ends the save: another rank is lost, or this one is interrupted."""
+def _aborts_save(failure: BaseException) -> bool:
+    """True if a failure of the run also ends the save: another rank is lost, or this one was interrupted."""
     return not isinstance(failure, Exception) or is_lost_peer(failure)
 
 

@@ -1,10 +1,9 @@
-"""What the bytes of a checkpoint must be before anything is made of them: bounded, well-formed, finite.
+"""Validation of untrusted checkpoint bytes: bounded, well-formed, finite.
 
-A digest shows that bytes are those that were written, not who wrote them; so nothing here trusts its input, and nothing
-here decides what a checkpoint means. A few megabytes of JSON such as `[],[],...` or of nested brackets would take
-gigabytes and minutes, so what a text will take in memory is bounded before any of it becomes an object; it is searched
-as bytes, which costs about as much as hashing it. A piece file must have a safetensors header that agrees with the
-manifest, so that a file means the same to every program that reads safetensors.
+A digest proves that bytes are unchanged, not who wrote them, so nothing here trusts its input. A few megabytes of JSON
+such as `[],[],...` or nested brackets would take gigabytes and minutes, so the memory that a text will take is bounded
+before any object is created; the scan works on bytes and costs about as much as hashing. A piece file must have a
+safetensors header that agrees with the manifest, so that every safetensors reader interprets it alike.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import numpy.typing as npt
 
 from megatron.files.settings import every_value, without_repeats
 
-LARGEST_BYTES = 192 * 2**20
-"""Memory that a text and its objects may take, unless the caller knows a reason for more."""
+LARGEST_BYTES = 192 * 2**20  # memory for a text and its objects, unless the caller allows more
 LENGTH_BYTES = 8
 
 _DEEPEST = 64
@@ -30,7 +28,7 @@ _MOST_RECORD_VALUES = 2**20
 _MOST_RECORD_LETTERS = 16 * 2**20
 _LEAST_LONG_NUMBER = 10**19  # has 20 digits
 _DIGEST = re.compile(rb'"[0-9a-f]{64}"')
-# Upper bounds of what CPython takes: an empty list, an object with an entry, a number or short text in a list.
+# Upper bounds of CPython's memory for an empty list, an object with an entry, a number or short text in a list.
 _LIST_BYTES, _OBJECT_BYTES, _VALUE_BYTES, _TEXT_BYTES = 80, 240, 40, 64
 _METADATA = "__metadata__"
 _LONGEST_METADATA_BYTES = 2**16
@@ -49,12 +47,11 @@ def parse_bounded(text: bytes | bytearray, more_bytes: Callable[[], int] = lambd
     """Parses ASCII JSON.
 
     Args:
-        more_bytes: asked for texts that take more than `LARGEST_BYTES`: how much more they may.
+        more_bytes: returns how much more than `LARGEST_BYTES` the text may take; called only if it takes more.
 
     Raises:
-        ValueError: it is not JSON, or would take too much memory, or is nested too deeply, or holds what JSON written
-            by this program never does: bytes that are not ASCII, a name twice in one object, a number that is not
-            finite.
+        ValueError: it is not JSON, would take too much memory, is nested too deeply, or contains something that this
+            program never writes: non-ASCII bytes, a duplicate name in an object, a number that is not finite.
     """
     if not text.isascii():
         raise ValueError("it has bytes that are not ASCII")
@@ -66,15 +63,15 @@ def parse_bounded(text: bytes | bytearray, more_bytes: Callable[[], int] = lambd
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
-    except RecursionError as failure:  # another stack may be nearly full already
+    except RecursionError as failure:  # the caller's stack may be nearly full already
         raise ValueError("it is nested too deeply") from failure
 
 
 def check_extent(record: Any) -> None:
-    """Checks that a parsed value is small enough to be copied and sent around, as the record of a checkpoint is.
+    """Checks that a parsed record is small enough to be copied and sent between ranks.
 
     Raises:
-        ValueError: it holds more values, characters, levels or digits of a number than any record does.
+        ValueError: it has more values, characters, levels or digits in a number than any record has.
     """
     letters = 0
     for values, (value, level) in enumerate(every_value(record), start=1):
@@ -83,16 +80,14 @@ def check_extent(record: Any) -> None:
         elif type(value) is int and abs(value) >= _LEAST_LONG_NUMBER:
             raise ValueError(f"{str(value)[:20]}... is not an integer in range: it has 20 digits or more")
         if values > _MOST_RECORD_VALUES or letters > _MOST_RECORD_LETTERS:
-            raise ValueError(
-                f"it holds more than {_MOST_RECORD_VALUES} values or {_MOST_RECORD_LETTERS} letters, which no run needs"
-            )
+            raise ValueError(f"it has more than {_MOST_RECORD_VALUES} values or {_MOST_RECORD_LETTERS} characters")
         if level > _DEEPEST:
-            raise ValueError(f"it is nested {level} levels deep or deeper; {_DEEPEST} are allowed")
+            raise ValueError(f"it is nested at least {level} levels deep; {_DEEPEST} are allowed")
 
 
 @dataclass(frozen=True)
 class HeaderEntry:
-    """What the header of a safetensors file should say of a flat tensor; offsets count from the start of the file."""
+    """The expected header entry of a flat tensor in a safetensors file; offsets count from the start of the file."""
 
     dtype: str
     numel: int
@@ -101,27 +96,27 @@ class HeaderEntry:
 
 
 def longest_header_bytes(names: Collection[str]) -> int:
-    """More bytes than a header with these names has; anything longer is not read."""
+    """An upper bound on the size of a header with these names; anything longer is not read."""
     return _LONGEST_METADATA_BYTES + sum(2 * len(name) + _LONGEST_ENTRY_BYTES for name in names)
 
 
 def header_problem(content: bytes | bytearray, expected: Mapping[str, HeaderEntry]) -> str | None:
-    """What is wrong with the header of a file, or None if it lists exactly what is expected.
+    """Describes the problem with the header of a file; None if it lists exactly the expected entries.
 
     Args:
-        content: of the file between the length of the header and the first tensor.
+        content: the bytes between the header length and the first tensor.
 
     Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
     """
     try:
         header = parse_bounded(content)
     except ValueError as failure:
-        return f"its header is not that of a safetensors file: {failure}"
+        return f"its header is not a safetensors header: {failure}"
     if not isinstance(header, dict):
         return "its header is not an object"
     listed = len(header) - (_METADATA in header)
     if listed != len(expected):
-        return f"its header lists {listed} pieces, and the manifest has {len(expected)} in it"
+        return f"its header lists {listed} pieces, but the manifest lists {len(expected)}"
     start = LENGTH_BYTES + len(content)
     for name, entry in expected.items():
         described = {
@@ -130,16 +125,16 @@ def header_problem(content: bytes | bytearray, expected: Mapping[str, HeaderEntr
             "data_offsets": [entry.begin_bytes - start, entry.end_bytes - start],
         }
         if header.get(name) != described:
-            return f"its header says otherwise than the manifest of piece {name}"
+            return f"its header disagrees with the manifest about piece {name}"
     return None
 
 
 def first_not_finite(content: memoryview, dtype: str) -> int | None:
-    """The number of the first element that is NaN or infinite; None if there is none, or the type knows none.
+    """The index of the first element that is NaN or infinite; None if all are finite.
 
     Args:
         content: whole elements, little-endian.
-        dtype: their type, as safetensors names it.
+        dtype: element type, as safetensors names it.
     """
     exponent = _EXPONENTS.get(dtype)
     if exponent is None or not len(content):
@@ -147,21 +142,19 @@ def first_not_finite(content: memoryview, dtype: str) -> int | None:
     bits = np.frombuffer(content, dtype=exponent.dtype.newbyteorder("<"))
     block = _EXPONENT_BLOCK_BYTES // exponent.itemsize
     scratch = np.empty(min(block, bits.size), dtype=exponent.dtype)
-    for begin in range(0, bits.size, block):
-        part = bits[begin : begin + block]
+    for start in range(0, bits.size, block):
+        part = bits[start : start + block]
         exponents = np.bitwise_and(part, exponent, out=scratch[: part.size])
         if exponents.max() == exponent:
-            return begin + int(np.argmax(exponents == exponent))
+            return start + int(np.argmax(exponents == exponent))
     return None
 
 
 def _check_memory(text: bytes | bytearray, more_bytes: Callable[[], int]) -> None:
-    """Estimates the memory that the objects will take. What is in texts counts like structure, so that an estimate may
-    be too large, never too small.
-    """
+    """Bounds the memory of the parsed objects from above: characters inside strings count as structure, too."""
     lists, objects, values, quotes = (text.count(mark) for mark in (b"[", b"{", b",", b'"'))
     has_escapes = b"\\u" in text
-    # A character may take four bytes if there are escapes, except in a digest, of which there may be many.
+    # With escapes a character may take four bytes, except in the digests, which may be many.
     digests = sum(1 for _ in _DIGEST.finditer(text)) if has_escapes else 0
     letter_bytes = 4 if has_escapes else 1
     object_bytes = lists * _LIST_BYTES + objects * _OBJECT_BYTES + values * _VALUE_BYTES + quotes * _TEXT_BYTES // 2
@@ -171,8 +164,8 @@ def _check_memory(text: bytes | bytearray, more_bytes: Callable[[], int]) -> Non
         allowed += more_bytes()
     if estimate > allowed:
         raise ValueError(
-            f"its {lists + objects} lists and objects, {values} values and {len(text)} letters would take about "
-            f"{estimate} bytes of memory, more than the {allowed} that are allowed"
+            f"its {lists + objects} lists and objects, {values} values and {len(text)} characters would take about "
+            f"{estimate} bytes of memory; {allowed} are allowed"
         )
 
 

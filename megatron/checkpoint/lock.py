@@ -1,9 +1,9 @@
-"""One writer for a checkpoint directory: a second job is refused, the lock of a dead one is taken over.
+"""An exclusive lock on a checkpoint directory: refuses a second job, and takes over the lock of a terminated one.
 
-Three signs tell whether the holder is alive; the strongest that applies decides. They are the kernel's lock on the file
-(`flock`, which ends with the holder, even after SIGKILL, and which some network file systems carry between machines),
-the holder's process if it runs on this machine, and a counter in the file that a living holder keeps incrementing. An
-observer times the counter with its own monotonic clock; neither file times nor wall clocks are used.
+Three signals show that the holder is alive; the strongest that is available decides: the kernel's lock on the file
+(`flock`, which ends with the holder, even after SIGKILL, and which some network file systems share between machines),
+the holder's process if it runs on this machine, and a counter in the file that the holder keeps incrementing. The
+counter is timed with the observer's monotonic clock; file times and wall clocks are not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock: `machine` differs between kernels and their restarts, `processes` between containers of one."""
+    """The holder of a lock; `machine` identifies a boot of a kernel, `processes` a PID namespace on it."""
 
     run: str
     host: str
@@ -51,7 +51,6 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """A new holder that is this process."""
         process_id = os.getpid()
         return cls(
             secrets.token_hex(8),
@@ -68,13 +67,13 @@ class Holder:
 
 @final
 class CheckpointLock:
-    """Holds `directory` for this run; a context manager, collective over the mesh on entry.
+    """Locks `directory` for this run; a context manager, collective over the mesh on entry.
 
-    Only global rank 0 touches the file; one of its threads increments the counter.
+    Only global rank 0 accesses the file; one of its threads increments the counter.
 
     Args:
-        heartbeat_seconds: how often the counter is incremented.
-        stale_seconds: how long a counter must not change before its holder on another machine counts as dead.
+        heartbeat_seconds: interval at which the counter is incremented.
+        stale_seconds: time without a new count after which a holder on another machine is considered gone.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class CheckpointLock:
         self._heartbeat_seconds = heartbeat_seconds
         self._stale_seconds = stale_seconds
         self._handle: int | None = None
-        self._own: Holder | None = None
+        self._holder: Holder | None = None
         self._stop = threading.Event()
         self._checking = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -100,11 +99,11 @@ class CheckpointLock:
         self.release()
 
     def acquire(self) -> None:
-        """Takes the lock, on every rank or on none.
+        """Acquires the lock.
 
         Raises:
-            LaunchError: another living job holds it; names that job.
-            StorageError: the lock file cannot be made or written.
+            LaunchError: another running job holds it; names that job.
+            StorageError: the lock file cannot be created or written.
         """
         refusal, file_problem = run_on_first(self._mesh, self._try_acquire)
         if refusal:
@@ -113,61 +112,61 @@ class CheckpointLock:
             raise StorageError(file_problem)
 
     def check(self) -> None:
-        """Makes a directory that was deleted as a whole again; does nothing on ranks other than 0.
+        """Checks that this job still holds the lock; recreates a directory that was deleted. Rank 0 only.
 
         Raises:
-            CheckpointError: another job has taken the lock over, because this one looked dead.
+            CheckpointError: another job has taken over the lock, because this one appeared to be gone.
         """
-        if self._own is None or self._handle is None:
+        if self._holder is None or self._handle is None:
             return
         holder: Holder | None = None
         try:
             with self._checking:
                 if not self._path.parent.exists():
-                    self._restore(self._own, self._handle)
+                    self._restore(self._holder, self._handle)
             holder = _read_path(self._path)
         except OSError as failure:
             if not isinstance(failure, FileNotFoundError):
-                log.warning(f"cannot see whether {self._path} is still ours: {failure}")
+                log.warning(f"cannot check the lock {self._path}: {failure}")
                 return
         else:
-            if holder is None or holder.run == self._own.run:
+            if holder is None or holder.run == self._holder.run:
                 return
-        taker = "nobody" if holder is None else str(holder)
+        taken = "is no longer held by this job" + (f", but by {holder}" if holder else "")
         raise CheckpointError(
-            f"{self._path} no longer belongs to this job but to {taker}. This job was suspended for too long, or the "
-            "file was deleted; it must not write any more. Stop it."
+            f"{self._path} {taken}. The job was suspended for too long, or the file was deleted; it must not write "
+            "here any more. Stop it."
         )
 
-    def _restore(self, own: Holder, handle: int) -> None:
-        """Locks a new directory in place of the one that was deleted, if no other job is faster."""
-        log.warning(f"{self._path.parent} was deleted during the run; it is made again for the next checkpoint")
+    def _restore(self, holder: Holder, handle: int) -> None:
+        """Recreates and locks a deleted directory, unless another job is faster."""
+        log.warning(f"{self._path.parent} was deleted during the run; it is recreated for the next checkpoint")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             new = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             _flock(new)
-            _write_holder(new, own)
+            _write_holder(new, holder)
             os.dup2(new, handle, inheritable=False)
             os.close(new)
 
     def release(self) -> None:
-        """Gives the lock back; does nothing when it is not held."""
+        """Releases the lock; a no-op if it is not held."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._handle is None or self._own is None:
+        if self._handle is None or self._holder is None:
             return
         with contextlib.suppress(OSError):
             holder = _read_path(self._path)
-            if holder is not None and holder.run == self._own.run:
-                _write_holder(self._handle, replace(self._own, released=True))
+            if holder is not None and holder.run == self._holder.run:
+                _write_holder(self._handle, replace(self._holder, released=True))
                 os.unlink(self._path)
         os.close(self._handle)
         self._handle = None
 
     def _try_acquire(self) -> tuple[str | None, str | None]:
-        """Why the lock is refused, and what is wrong with its file; both None if the lock is held now."""
+        """Returns the refusal and the problem with the file; both None if the lock was acquired."""
         self._stop.clear()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +175,7 @@ class CheckpointLock:
             name = errno.errorcode.get(failure.errno or 0, "unknown error")
             return None, (
                 f"cannot lock {self._path}: {failure.strerror or failure} ({name}). "
-                "It must be in a directory that this user can write to."
+                "The directory must be writable for this user."
             )
         if refusal is None:
             self._thread = threading.Thread(target=self._beat, name="checkpoint-lock", daemon=True)
@@ -184,7 +183,7 @@ class CheckpointLock:
         return refusal, None
 
     def _contend(self) -> str | None:
-        """Tries until the locked file is the one that has the name; returns why the lock is refused, or None."""
+        """Retries until the locked file is the one at the path; returns the refusal, or None."""
         while True:
             handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             keep = False
@@ -195,23 +194,23 @@ class CheckpointLock:
                     return self._refusal(holder)
                 if not _same_file(handle, self._path):
                     continue
-                if locked is False:  # a child of the dead holder still has its lock: leave it that file, take a new one
+                if locked is False:  # a child process of the holder still has its lock: replace the file
                     log.warning(f"taking over {self._path} from {holder}, whose process is gone")
                     os.unlink(self._path)
                     continue
-                if holder and not holder.released and not self._is_dead(holder, locked):
+                if holder and not holder.released and not self._is_stale(holder, locked):
                     return self._refusal(holder)
                 if not _same_file(handle, self._path):
                     continue
-                own = Holder.this_process()
-                _write_holder(handle, own)
+                this = Holder.this_process()
+                _write_holder(handle, this)
                 sync_file(handle)
-                if locked is None:  # without a lock of the kernel two may get here at once: the later writer has it
+                if locked is None:  # without a kernel lock two jobs may get here at once: the later writer wins
                     time.sleep(_SETTLE_SECONDS)
                     winner = _read_holder(handle)
-                    if winner is not None and winner.run != own.run:
+                    if winner is not None and winner.run != this.run:
                         return self._refusal(winner)
-                self._own = own
+                self._holder = this
                 self._handle = handle
                 keep = True
                 return None
@@ -219,11 +218,15 @@ class CheckpointLock:
                 if not keep:
                     os.close(handle)
 
-    def _is_dead(self, holder: Holder, locked: bool | None) -> bool:
-        """Whether the holder named in the file is dead; the file is locked by us now, or cannot be locked here."""
+    def _is_stale(self, holder: Holder, locked: bool | None) -> bool:
+        """True if the holder in the file is gone.
+
+        Args:
+            locked: this process holds the kernel lock; None if the file system has none.
+        """
         here = Holder.this_process()
         if locked and holder.machine and holder.machine == here.machine:
-            log.warning(f"taking over {self._path} from {holder}, which is dead")
+            log.warning(f"taking over {self._path} from {holder}, which has terminated")
             return True
         if _is_gone(holder):
             log.warning(f"taking over {self._path} from {holder}, whose process is gone")
@@ -231,11 +234,11 @@ class CheckpointLock:
         if _runs_here(holder):
             return False
         log.warning(
-            f"{self._path} belongs to {holder}, whose process cannot be seen from here; "
-            f"waiting {self._stale_seconds:g} s for a sign of life"
+            f"{self._path} is held by {holder}, whose process is not visible from this machine; "
+            f"waiting {self._stale_seconds:g} s for a heartbeat"
         )
-        began_at = time.monotonic()
-        while time.monotonic() - began_at < self._stale_seconds:
+        started_at = time.monotonic()
+        while time.monotonic() - started_at < self._stale_seconds:
             time.sleep(min(self._heartbeat_seconds, self._stale_seconds) / 4)
             try:
                 seen = _read_path(self._path)
@@ -245,7 +248,7 @@ class CheckpointLock:
                 return True
             if seen is not None and (seen.run, seen.counter) != (holder.run, holder.counter):
                 return False
-        log.warning(f"taking over {self._path} from {holder}, which gave no sign of life")
+        log.warning(f"taking over {self._path} from {holder}, which sent no heartbeat")
         return True
 
     def _refusal(self, holder: Holder | None) -> str:
@@ -256,12 +259,12 @@ class CheckpointLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(self._heartbeat_seconds):
-            if self._own is None or self._handle is None:
+            if self._holder is None or self._handle is None:
                 return
             try:
                 self.check()
-                self._own = replace(self._own, counter=self._own.counter + 1)
-                _write_holder(self._handle, self._own)
+                self._holder = replace(self._holder, counter=self._holder.counter + 1)
+                _write_holder(self._handle, self._holder)
             except CheckpointError as lost:
                 log.error(str(lost))
                 return
@@ -270,7 +273,7 @@ class CheckpointLock:
 
 
 def _flock(handle: int) -> bool | None:
-    """True: locked now; False: another process has it; None: this file system has no such locks."""
+    """Returns True if locked, False if another process holds the lock, None if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -283,13 +286,13 @@ def _flock(handle: int) -> bool | None:
 
 
 def _runs_here(holder: Holder) -> bool:
-    """Whether the holder runs, or ran, where this process can see it: same kernel, same process ids."""
+    """True if the holder runs, or ran, where its process is visible: same kernel, same PID namespace."""
     here = Holder.this_process()
     return bool(holder.machine) and (holder.machine, holder.processes) == (here.machine, here.processes)
 
 
 def _is_gone(holder: Holder) -> bool:
-    """Whether the holder is certainly dead: it ran here, and its process id is free or belongs to another process."""
+    """True if the holder has certainly terminated: it ran here, and its PID is free or was reused."""
     return _runs_here(holder) and born_at(holder.process_id) != holder.born
 
 
@@ -299,7 +302,7 @@ def _write_holder(handle: int, holder: Holder) -> None:
 
 
 def _read_holder(handle: int) -> Holder | None:
-    """The holder that the file names; None if it names none (it is new, or its writer died within the first write)."""
+    """The holder in the file; None if the file is new, or its writer was killed during the first write."""
     try:
         values = json.loads(os.pread(handle, _RECORD_BYTES, 0))
         holder = Holder(**values)
@@ -310,10 +313,10 @@ def _read_holder(handle: int) -> Holder | None:
 
 
 def _read_path(path: Path) -> Holder | None:
-    """The holder that the file of that name names now; opened again, so that a network file system asks its server.
+    """The holder in the file at a path; reopened, so that a network file system revalidates it.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: the file is missing or cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -1,9 +1,9 @@
-"""The manifest: what a checkpoint folder holds, with a digest of every 16 MiB, of every file, and of itself.
+"""The manifest: the contents of a checkpoint folder, with a digest of every 16 MiB, of every file, and of itself.
 
-`manifest.json` is JSON text whose last entry is the SHA-256 of all bytes before that entry, so no byte of it can change
-unnoticed. A digest tells nothing about who wrote the text, so nothing in it is trusted before it was checked: what it
-takes in memory is bounded, names are plain, numbers are in range, the pieces of a file are contiguous up to its end,
-and pieces make up whole tensors. `manifests` has the format.
+`manifest.json` is JSON whose last entry is the SHA-256 of all bytes before it, so that no change goes unnoticed. A
+digest does not prove who wrote the text, so everything in it is validated first: memory is bounded, names are plain,
+numbers are in range, the pieces of a file are contiguous up to its end, and pieces cover whole tensors. For the format
+see `manifests`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ def read_manifest(folder: Path, storage: Storage = DISK, known: Manifest | None 
     """Reads and checks the manifest of one checkpoint folder; tensor files are not opened.
 
     Args:
-        known: a manifest parsed before; returned instead of parsing the text again if it has the text's digest,
-            and no index files.
+        known: a manifest parsed earlier; returned if it has the same digest and no index files.
 
     Raises:
-        DamagedError: it is missing, was changed, or contains impossible values.
+        DamagedError: it is missing, was modified, or contains invalid values.
         CheckpointError: it was written in another format version.
         StorageError: the system refused for a reason that has nothing to do with the file.
     """
@@ -44,7 +43,7 @@ def read_manifest(folder: Path, storage: Storage = DISK, known: Manifest | None 
         raise unreadable(path, failure) from failure
     if is_incomplete:
         raise DamagedError(
-            f"{folder} has no {MANIFEST_NAME}: it is not complete, or another program wrote it (then convert it first)."
+            f"{folder} has no {MANIFEST_NAME}: it is incomplete, or another program wrote it (then convert it first)."
         )
     manifest = _read_or_refuse(path, storage, known)
     if not isinstance(manifest, Manifest):
@@ -52,7 +51,7 @@ def read_manifest(folder: Path, storage: Storage = DISK, known: Manifest | None 
     number = folder_step(folder.name)
     if number is not None and number != manifest.step:
         raise DamagedError(
-            f"{path} is of step {manifest.step}, not of its folder's step {number}. Use another checkpoint."
+            f"{path} is for step {manifest.step}, but its folder is for step {number}. Use another checkpoint."
         )
     return manifest
 
@@ -67,11 +66,10 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _read_or_refuse(path: Path, storage: Storage, known: Manifest | None) -> Manifest | MegatronError:
-    """The manifest, or why it is refused: as a value, since a traceback would keep the text of a huge one alive."""
     try:
         return _read(path, storage, known)
     except (CheckpointError, StorageError) as failure:
-        return type(failure)(str(failure))
+        return type(failure)(str(failure))  # a traceback would keep the text of a huge manifest in memory
 
 
 def _read(path: Path, storage: Storage, known: Manifest | None) -> Manifest:
@@ -80,17 +78,14 @@ def _read(path: Path, storage: Storage, known: Manifest | None) -> Manifest:
     if digest is None:
         raise DamagedError(f"{path} is damaged: it does not end with its digest. Use another checkpoint.")
     if hashlib.sha256(memoryview(text)[:-SEAL_BYTES]).hexdigest() != digest:
-        raise DamagedError(f"{path} is damaged: its content does not have the digest {digest}. Use another checkpoint.")
-    if known is not None and known.digest == digest and not known.indexes:  # those would be read in its own folder
+        raise DamagedError(f"{path} is damaged: its content does not match digest {digest}. Use another checkpoint.")
+    if known is not None and known.digest == digest and not known.indexes:  # index files are read from its own folder
         return known
     return _checked(path, text, digest, storage)
 
 
 def stored_digest(folder: Path, storage: Storage) -> str | None:
-    """The digest at the end of a manifest, by which one that was read before is recognized; its text is not compared.
-
-    None without a manifest that ends so.
-    """
+    """The digest at the end of a manifest, without verifying it; None if there is none."""
     try:
         return digest_in(read_tail(storage, folder / MANIFEST_NAME, SEAL_BYTES))
     except OSError:
@@ -98,27 +93,22 @@ def stored_digest(folder: Path, storage: Storage) -> str | None:
 
 
 def folder_step(name: str) -> int | None:
-    """The step in a checkpoint folder's name, or None when the name is not one."""
+    """The step in the name of a checkpoint folder; None for any other name."""
     match = _FOLDER_NAME.match(name)
     return int(match.group(1) or match.group(2)) if match else None
 
 
 def folder_name(step: int) -> str:
-    """The name of a checkpoint folder."""
     return f"iter_{step:07d}"
 
 
 def file_name(rank: int) -> str:
-    """The name of the file that a rank writes."""
+    """The name of the file written by a rank."""
     return f"pieces_{rank:05d}.safetensors"
 
 
 def _checked(path: Path, text: bytes | bytearray, digest: str, storage: Storage) -> Manifest:
-    """Parses a manifest whose digest is right.
-
-    Raises:
-        DamagedError, CheckpointError: as `read_manifest`.
-    """
+    """Parses a manifest whose digest was verified."""
     values = parsed(path, text, storage)
     if values.get("format") != FORMAT:
         shown = printable(values.get("format"))

@@ -1,9 +1,9 @@
-"""How a finished folder takes its place among the checkpoints of a directory, and what a dead save leaves behind.
+"""Publishes finished checkpoint folders, and cleans up after interrupted saves.
 
-Everything is written into a temporary folder and becomes visible by one rename; whatever happens before it leaves every
-earlier checkpoint as it was. An object store has no renames: there the files get their final names at once and the
-manifest, without which a folder is no checkpoint, comes last and goes first. A checkpoint may have second names, which
-are symbolic links next to it; they disappear with it.
+A save writes into a temporary folder that one rename makes visible; a failure before it leaves earlier checkpoints
+intact. Object stores have no renames: there the files get their final names at once, and the manifest, without which a
+folder is not a checkpoint, is written last and removed first. Links to a checkpoint (--checkpoint-link) are removed
+with it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ _FILE = re.compile(r"(?:pieces|index)_[0-9]{5,7}\.(?:safetensors|json)\Z")
 
 
 def temporary_folder(directory: Path, step: int, run: str) -> Path:
-    """Where the save `run` of a step is written before it is published; in a store, its final name."""
+    """The folder into which the save `run` of a step is written; in a store, the final one."""
     return directory / (folder_name(step) if is_address(directory) else f"{TEMPORARY_PREFIX}{folder_name(step)}-{run}")
 
 
 def open_temporary(temporary: Path, need_bytes: int, storage: Storage, flag: str = "--save") -> None:
-    """Makes the folder of a save, after cleaning up what dead saves and deletions left in its directory.
-
-    Room that the deletion of older checkpoints will make does not count: they are deleted after the save.
+    """Creates the folder of a save, after removing leftovers of interrupted saves and deletions from its directory.
 
     Args:
-        flag: what names the directory, for error texts.
+        flag: the flag that names the directory, for error messages.
 
     Raises:
-        StorageError: the folder cannot be made, or the file system has not enough room.
+        StorageError: the folder cannot be created, or there is not enough free space. Older checkpoints are deleted
+            after the save, so their space does not count.
     """
     directory = temporary.parent
     try:
@@ -54,10 +53,10 @@ def open_temporary(temporary: Path, need_bytes: int, storage: Storage, flag: str
         free = storage.free_bytes(directory)
         if free is not None and free < need_bytes:
             raise StorageError(
-                f"no room for a checkpoint in {directory}: it needs {need_bytes} bytes, {free} bytes are free there, "
-                f"{need_bytes - free} too few. Earlier checkpoints are untouched; --keep-last deletes the older ones "
-                "only when the new one is complete, so there must be room for one more than it keeps. Free space "
-                f"there or give {flag} another directory."
+                f"not enough space for a checkpoint in {directory}: it needs {need_bytes} bytes, {free} bytes are "
+                f"free, {need_bytes - free} too few. Earlier checkpoints are intact; --keep-last deletes old ones only "
+                "after the new one is complete, so it needs space for one more than it keeps. Free some space or use "
+                f"another {flag} directory."
             )
         if is_address(temporary) and storage.exists(temporary):
             storage.rename(temporary, temporary.with_name(f"{ASIDE_PREFIX}{temporary.name}-{secrets.token_hex(8)}"))
@@ -67,9 +66,9 @@ def open_temporary(temporary: Path, need_bytes: int, storage: Storage, flag: str
 
 
 def publish(temporary: Path, final: Path, run: str, storage: Storage) -> None:
-    """Renames the folder to its final name; one of that name is moved aside first and moved back when that fails.
+    """Renames the folder to its final name; an existing one is moved aside first, and back if the rename fails.
 
-    In a store it has its name, and only what it replaces is removed.
+    In a store it has its final name already, and only the checkpoint that it replaces is removed.
 
     Raises:
         OSError: the file system refused.
@@ -93,7 +92,7 @@ def publish(temporary: Path, final: Path, run: str, storage: Storage) -> None:
 
 
 def write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
-    """Points upstream's tools at the newest checkpoint. Recovery does not need it, so a failure is only a warning."""
+    """Writes the hint by which upstream's tools find the newest checkpoint; a failure is only a warning."""
     temporary = directory / (HINT_NAME if is_address(directory) else f"{TEMPORARY_PREFIX}latest-{run}")
     try:
         storage.remove_file(temporary)
@@ -109,46 +108,47 @@ def write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
 
 
 def remove_checkpoint(folder: Path, storage: Storage) -> None:
-    """Deletes a checkpoint: one rename, in a store the removal of its manifest, makes it disappear, then its files go.
-    What a kill leaves, and its second names, are swept later.
+    """Deletes a checkpoint: renames it (in a store, removes its manifest), then deletes its files.
+
+    A later sweep removes links and what a kill leaves.
 
     Raises:
-        OSError: the file system refused that; the checkpoint is whole, or in a store none any more.
+        OSError: the file system refused; the checkpoint is complete, or in a store no longer a checkpoint.
     """
     if is_address(folder):
         storage.remove_tree(folder)
         return
-    gone = folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
-    storage.rename(folder, gone)
-    storage.sync_directory(folder.parent)  # before its files go: a crash must not bring it back without them
-    discard(gone, storage)
+    trash = folder.with_name(f".trash-{folder.name}-{secrets.token_hex(4)}")
+    storage.rename(folder, trash)
+    storage.sync_directory(folder.parent)  # before its files are deleted: a crash must not restore it without them
+    discard(trash, storage)
 
 
 def link_checkpoint(folder: Path, name: str, storage: Storage) -> None:
-    """Gives a checkpoint a second name: a relative symbolic link next to it, which replaces an earlier one.
+    """Creates or replaces a relative symbolic link to a checkpoint, next to it; a failure is a warning.
 
-    A failure is a warning, and so is a file or folder of that name, which is left alone.
+    An existing file or folder of that name is left alone, with a warning.
     """
     link, temporary = folder.parent / name, folder.parent / f"{_LINK_PREFIX}{secrets.token_hex(4)}"
     if storage.exists(link) and not storage.is_link(link):
-        log.warning(f"{link} exists and is not a link, so {folder.name} does not get this name (--checkpoint-link)")
+        log.warning(f"{link} exists and is not a link, so it cannot link to {folder.name} (--checkpoint-link)")
         return
     try:
         storage.make_link(temporary, folder.name)
         storage.rename(temporary, link)
         storage.sync_directory(folder.parent)
     except OSError as failure:
-        log.warning(f"{folder} is saved, but the link {name} could not be made: {failure}")
+        log.warning(f"{folder} is saved, but the link {name} could not be created: {failure}")
         _warn_on_failure(storage.remove_file, temporary)
 
 
 def is_trash(name: str) -> bool:
-    """Whether a folder's name marks a deleted checkpoint whose files are still there."""
+    """True for the folder of a deleted checkpoint whose files still exist."""
     return _TRASH.match(name) is not None
 
 
 def unfinished_in(directory: Path, storage: Storage) -> list[str]:
-    """The folders of a store that have the name of a checkpoint and hold files of one, but no manifest."""
+    """The folders of a store with the name and files of a checkpoint, but no manifest."""
     return [
         name
         for name in (storage.names(directory) if is_address(directory) else ())
@@ -157,51 +157,45 @@ def unfinished_in(directory: Path, storage: Storage) -> list[str]:
 
 
 def sweep(directory: Path, storage: Storage) -> None:
-    """Removes what dead saves and deletions left behind, and puts back a checkpoint that a save had moved aside."""
+    """Removes leftovers of interrupted saves and deletions, and restores a checkpoint that a save had moved aside."""
     for name in unfinished_in(directory, storage):
-        log.warning(f"removing {directory / name}, which an unfinished save or deletion left behind")
+        log.warning(f"removing {directory / name}, left behind by an interrupted save or deletion")
         discard(directory / name, storage)
     for name in storage.names(directory):
         path = directory / name
         if name.startswith(TEMPORARY_PREFIX + "iter_"):
-            log.warning(f"removing {path}, which an unfinished save left behind")
+            log.warning(f"removing {path}, left behind by an interrupted save")
             discard(path, storage)
         elif name.startswith((TEMPORARY_PREFIX + "latest-", _LINK_PREFIX)):
             _warn_on_failure(storage.remove_file, path)
         elif is_trash(name):
-            log.warning(f"removing {path}, which an unfinished deletion left behind")
+            log.warning(f"removing {path}, left behind by an interrupted deletion")
             discard(path, storage)
     _settle_all(directory, storage)
     remove_dead_links(directory, storage)
 
 
 def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage = DISK) -> None:
-    """Sweeps the directory of a run that starts and holds its lock; collective.
-
-    Each save sweeps too, but a run that has nothing left to save would leave what its predecessor left.
-    """
+    """Sweeps the directory of a run that holds its lock, also for a run that saves nothing; collective."""
 
     def work() -> None:
         try:
             sweep(directory, storage)
         except OSError as failure:
-            log.warning(f"could not clean up {directory}: {failure}. It does no harm.")
+            log.warning(f"could not clean up {directory}: {failure}. This is harmless.")
 
     run_on_first(mesh, work)
 
 
 def discard(folder: Path, storage: Storage) -> None:
-    """Removes a folder that is not needed any more; in a store, what it was to replace comes back.
-
-    A failure is only a warning.
-    """
+    """Removes a folder that is no longer needed; in a store, restores what it was to replace. Failures are warnings."""
     _warn_on_failure(storage.remove_tree, folder)
     if is_address(folder) and not folder.name.startswith(ASIDE_PREFIX):
         _warn_on_failure(lambda directory: _settle_all(directory, storage), folder.parent)
 
 
 def remove_dead_links(directory: Path, storage: Storage) -> None:
-    """Removes the second names of checkpoints that are not there any more; other links are left alone.
+    """Removes links to deleted checkpoints; other links are left alone.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -222,19 +216,19 @@ def _settle_all(directory: Path, storage: Storage) -> None:
 
 
 def _settle(aside: Path, storage: Storage) -> None:
-    """Moves a checkpoint that was moved aside back, or removes it if the one in its place is good."""
+    """Restores a checkpoint that was moved aside, or removes it if its replacement is valid."""
     step = folder_step(aside.name)
     if step is None:
         return
     final = aside.with_name(folder_name(step))
     if not storage.exists(final):
-        log.warning(f"moving {aside} back to {final}: a save of the same step died while it replaced it")
+        log.warning(f"moving {aside} back to {final}: a save of the same step was interrupted")
         _warn_on_failure(lambda path: storage.rename(path, final), aside)
         return
     try:
         check_files(final, read_manifest(final, storage), storage)
     except (CheckpointError, StorageError):
-        return  # the one in its place is not good: keep both
+        return  # the replacement is damaged: keep both
     discard(aside, storage)
 
 
@@ -242,4 +236,4 @@ def _warn_on_failure(work: Callable[[Path], None], path: Path) -> None:
     try:
         work(path)
     except OSError as failure:
-        log.warning(f"could not clean up {path}: {failure}. It does no harm; remove it by hand if it stays.")
+        log.warning(f"could not clean up {path}: {failure}. This is harmless; remove it by hand if it remains.")

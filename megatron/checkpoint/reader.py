@@ -1,8 +1,8 @@
-"""Reads wanted pieces out of checkpoint files: verifies every chunk that it needs first, then copies.
+"""Reads pieces from checkpoint files: verifies every needed chunk first, then copies.
 
-Two passes, so that no tensor changes anywhere unless all bytes that all ranks need are good, and yet no more than one
-piece and one chunk are ever in memory. The first pass keeps a checksum of each span it will need; the second compares
-it, so bytes that change in between are found too.
+With two passes no tensor is modified on any rank before all bytes that all ranks need are verified, and at most one
+piece and one chunk are in memory. The first pass stores a checksum of each span; the second compares it, which detects
+bytes that change in between.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.pieces import Kind, PieceKey
 
 Accept = Callable[[torch.Tensor], None]
-Wanted = Iterable[tuple[PieceKey, Accept]]
+PieceRequests = Iterable[tuple[PieceKey, Accept]]
 
 _OPEN_FILES = 32
 
 
 @dataclass
 class _Span:
-    """A range of bytes inside one chunk of one file, with the copies from it into one wanted piece (all in bytes)."""
+    """A byte range within one chunk of a file, with the copies from it into one requested piece (all in bytes)."""
 
     stored: StoredPiece
     file: int
@@ -52,8 +52,8 @@ class _Span:
 
 
 @dataclass
-class _WantedPiece:
-    """A wanted piece and where its bytes are."""
+class _Request:
+    """A requested piece and the spans to read for it."""
 
     key: PieceKey
     accept: Accept
@@ -61,28 +61,28 @@ class _WantedPiece:
     spans: list[_Span] = field(default_factory=list)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Where its first span lies: pieces are read in this order, so that files are read forward."""
+    def position(self) -> tuple[int, int]:
+        """File and offset of the first span; pieces are read in this order, so that files are read forward."""
         return (self.spans[0].file, self.spans[0].low) if self.spans else (-1, 0)
 
 
 class CheckpointReader:
-    """What one rank reads of one checkpoint: `verify()` first, then `deliver()`.
+    """Reads the pieces that one rank needs of a checkpoint: `verify()` first, then `deliver()`.
 
     Args:
-        wanted: pieces and what to do with their values; `accept` gets a flat CPU tensor in the stored element type, in
-            fp32 for masters and moments, and may cast it into its own. The calls come in the order of the files.
-        finite: whether a value that is NaN or infinite counts as damage. No run can continue from one.
+        requests: pieces, each with an `accept` function, which receives a flat CPU tensor in the stored element type
+            (fp32 for master weights and moments). The calls are made in the order of the files.
+        finite: treat NaN and infinite values as damage, since no run can continue from them.
 
     Raises:
-        CheckpointError: something wanted is not stored.
+        CheckpointError: a requested piece is not stored.
     """
 
     def __init__(
         self,
         folder: Path,
         manifest: Manifest,
-        wanted: Wanted,
+        requests: PieceRequests,
         storage: Storage = DISK,
         *,
         finite: bool = True,
@@ -91,27 +91,27 @@ class CheckpointReader:
         self._finite = finite
         self._manifest = manifest
         self._storage = storage
-        self._wanted = [
+        self._requests = [
             self._plan(key, accept)
-            for key, accept in wanted
+            for key, accept in requests
             if not key.is_optional or manifest.catalogue.kinds(key.name)
         ]
-        self._wanted.sort(key=lambda piece: piece.place)
+        self._requests.sort(key=lambda piece: piece.position)
 
     def needed_chunks(self) -> dict[tuple[int, int], list[_Span]]:
-        """The chunks to read, in file order, as (file number, chunk number), each with the spans in it."""
+        """The chunks to read, in file order: (file number, chunk number) -> spans in the chunk."""
         chunks: dict[tuple[int, int], list[_Span]] = {}
-        for piece in self._wanted:
+        for piece in self._requests:
             for span in piece.spans:
                 chunks.setdefault((span.file, span.chunk), []).append(span)
         return dict(sorted(chunks.items()))
 
     def verify(self) -> None:
-        """Reads every needed chunk once and compares its digest; no tensor is touched.
+        """Reads every needed chunk once and compares its digest; modifies no tensor.
 
         Raises:
-            DamagedError: a file is missing, has another size, a chunk another digest, or a value is not finite; names
-                file, bytes and tensor.
+            DamagedError: a file is missing or has another size, a chunk has another digest, or a value is not finite;
+                names file, bytes and tensor.
         """
         size = self._manifest.chunk_bytes
         needed = self.needed_chunks()
@@ -125,8 +125,8 @@ class CheckpointReader:
                 files.read(file, content, start)
                 if hashlib.sha256(content).hexdigest() != stored.chunks[chunk]:
                     raise DamagedError(
-                        f"{self._folder / stored.name} is damaged between bytes {start} and {start + len(content)}, "
-                        f"where tensor {spans[0].stored.key.name} lies: the digest differs from the manifest's. "
+                        f"{self._folder / stored.name} is damaged between bytes {start} and {start + len(content)} "
+                        f"(tensor {spans[0].stored.key.name}): the digest differs from the manifest. "
                         "Use another checkpoint."
                     )
                 for span in spans:
@@ -135,30 +135,29 @@ class CheckpointReader:
                         self._check_finite(span, content, start)
 
     def deliver(self) -> None:
-        """Reads each wanted piece and hands it over; only after `verify()`.
+        """Reads each requested piece and passes it to its `accept`; call `verify()` first.
 
         Raises:
-            DamagedError: the bytes are no longer those that were verified; tensors may be half loaded then.
+            DamagedError: the bytes changed since `verify()`; tensors may be partially loaded.
         """
         with _OpenFiles(self._folder, self._manifest.files, self._storage) as files:
-            for piece in self._wanted:
-                piece.accept(self._assemble(files, piece))  # no name keeps the values: one piece at a time is in memory
+            for piece in self._requests:
+                piece.accept(self._assemble(files, piece))  # no reference is kept: one piece at a time is in memory
 
     def _check_finite(self, span: _Span, content: memoryview, start: int) -> None:
-        """Checks the whole elements in a span of a chunk that begins at `start`."""
+        """Checks the complete elements in a span of a chunk that starts at byte `start`."""
         stored = span.stored
         low = span.low + (stored.begin_bytes - span.low) % stored.item_bytes
         high = span.high - (span.high - stored.begin_bytes) % stored.item_bytes
-        number = first_not_finite(content[low - start : max(low, high) - start], stored.dtype)
-        if number is not None:
-            place = low + number * stored.item_bytes
+        index = first_not_finite(content[low - start : max(low, high) - start], stored.dtype)
+        if index is not None:
             raise DamagedError(
-                f"{self._folder / self._file(span.file).name} holds a value that is not finite at byte {place}, in "
-                f"tensor {stored.key.name} ({stored.key.kind}): the run that saved it had diverged. "
-                "Use an older checkpoint."
+                f"{self._folder / self._file(span.file).name} has a value that is not finite at byte "
+                f"{low + index * stored.item_bytes}, in tensor {stored.key.name} ({stored.key.kind}): the run that "
+                "saved it had diverged. Use an older checkpoint."
             )
 
-    def _assemble(self, files: _OpenFiles, piece: _WantedPiece) -> torch.Tensor:
+    def _assemble(self, files: _OpenFiles, piece: _Request) -> torch.Tensor:
         values = torch.empty(piece.key.numel, dtype=piece.dtype)
         target = values.view(torch.uint8).numpy().data if piece.key.numel else memoryview(b"")
         for span in piece.spans:
@@ -166,7 +165,7 @@ class CheckpointReader:
         return values if piece.key.kind == "weight" else values.to(torch.float32)
 
     def _copy(self, files: _OpenFiles, span: _Span, target: memoryview, name: str) -> None:
-        direct = span.length.size == 1  # a single copy: read it where it belongs
+        direct = span.length.size == 1  # a single copy: read it directly into the target
         first = int(span.destination[0])
         content = (
             target[first : first + span.high - span.low] if direct else memoryview(bytearray(span.high - span.low))
@@ -174,8 +173,8 @@ class CheckpointReader:
         files.read(span.file, content, span.low)
         if zlib.crc32(content) != span.checksum:
             raise DamagedError(
-                f"{self._folder / self._file(span.file).name} changed between bytes {span.low} and {span.high}, where "
-                f"tensor {name} lies, while it was read. Tensors may be half loaded; load another checkpoint."
+                f"{self._folder / self._file(span.file).name} changed between bytes {span.low} and {span.high} (tensor "
+                f"{name}) while it was read. Tensors may be partially loaded; load another checkpoint."
             )
         if not direct:
             for source, destination, length in zip(
@@ -183,11 +182,11 @@ class CheckpointReader:
             ):
                 target[destination : destination + length] = content[source : source + length]
 
-    def _plan(self, key: PieceKey, accept: Accept) -> _WantedPiece:
+    def _plan(self, key: PieceKey, accept: Accept) -> _Request:
         if key.numel == 0:
-            return _WantedPiece(key, accept, torch.float32)
+            return _Request(key, accept, torch.float32)
         parts = plan_piece(key, self._manifest.catalogue)
-        piece = _WantedPiece(key, accept, TORCH_TYPES[parts[0][0].dtype])
+        piece = _Request(key, accept, TORCH_TYPES[parts[0][0].dtype])
         for stored, copies in parts:
             piece.spans.extend(_spans(stored, copies, self._manifest.chunk_bytes))
         piece.spans.sort(key=lambda span: (span.file, span.low))
@@ -198,17 +197,17 @@ class CheckpointReader:
 
 
 def _spans(stored: StoredPiece, copies: Copies, chunk_bytes: int) -> Iterator[_Span]:
-    """Cuts copies at the borders of chunks; copies come in file order, so each chunk takes consecutive ones."""
+    """Splits copies at chunk boundaries; copies are in file order, so that each chunk takes consecutive ones."""
     low = stored.begin_bytes + copies.source * stored.item_bytes
     high = low + copies.length * stored.item_bytes
     destination = copies.destination * stored.item_bytes
     chunk = int(low[0]) // chunk_bytes
     while True:
-        border = (chunk + 1) * chunk_bytes
-        begin = int(np.searchsorted(high, border - chunk_bytes, side="right"))
-        end = int(np.searchsorted(low, border, side="left"))
-        part_low = np.maximum(low[begin:end], border - chunk_bytes)
-        part_high = np.minimum(high[begin:end], border)
+        boundary = (chunk + 1) * chunk_bytes
+        start = int(np.searchsorted(high, boundary - chunk_bytes, side="right"))
+        end = int(np.searchsorted(low, boundary, side="left"))
+        part_low = np.maximum(low[start:end], boundary - chunk_bytes)
+        part_high = np.minimum(high[start:end], boundary)
         base = int(part_low[0])
         yield _Span(
             stored,
@@ -217,18 +216,18 @@ def _spans(stored: StoredPiece, copies: Copies, chunk_bytes: int) -> Iterator[_S
             base,
             int(part_high[-1]),
             part_low - base,
-            destination[begin:end] + part_low - low[begin:end],
+            destination[start:end] + part_low - low[start:end],
             part_high - part_low,
         )
-        if int(high[-1]) <= border:
+        if int(high[-1]) <= boundary:
             return
-        following = end - 1 if int(high[end - 1]) > border else end
-        chunk = max(int(low[following]), border) // chunk_bytes
+        following = end - 1 if int(high[end - 1]) > boundary else end
+        chunk = max(int(low[following]), boundary) // chunk_bytes
 
 
 @final
 class _OpenFiles:
-    """The files being read: a few stay open; each is checked for its size when it is opened."""
+    """A cache of open files; checks the size of each file when it is opened."""
 
     def __init__(self, folder: Path, files: Sequence[StoredFile], storage: Storage) -> None:
         self._folder = folder
@@ -246,7 +245,7 @@ class _OpenFiles:
             self._storage.close(handle)
 
     def read(self, number: int, target: memoryview, offset_bytes: int) -> None:
-        """Fills `target` with the bytes of a file from an offset on."""
+        """Fills `target` with the bytes of a file from an offset."""
         path = self._folder / self._files[number].name
         try:
             handle = self._handles.get(number)
@@ -264,26 +263,26 @@ class _OpenFiles:
         self._handles[number] = handle
         if size_bytes != self._files[number].size_bytes:
             raise DamagedError(
-                f"{path} has {size_bytes} bytes, but its manifest says {self._files[number].size_bytes}. "
+                f"{path} has {size_bytes} bytes; its manifest expects {self._files[number].size_bytes}. "
                 "Use another checkpoint."
             )
         return handle
 
 
 def check_files(folder: Path, manifest: Manifest, storage: Storage, rank: int = 0, ranks: int = 1) -> None:
-    """Opens every file of a checkpoint and compares its size and its safetensors header; its data is not read.
+    """Checks size and safetensors header of every file of a checkpoint, without reading its data.
 
     Args:
-        rank: looks at one of so many shares of the files.
+        rank, ranks: checks this rank's share of the files.
 
     Raises:
-        DamagedError: a file is missing, not plain, has another size, or its header differs from the manifest.
+        DamagedError: a file is missing, not a regular file, has another size, or its header differs from the manifest.
     """
     for index in manifest.indexes[rank::ranks]:
         read_index(folder, index, storage)
     with _OpenFiles(folder, manifest.files, storage) as files:
         count = len(manifest.files)
-        for number in range(count * rank // ranks, count * (rank + 1) // ranks):  # neighbours: of few index files
+        for number in range(count * rank // ranks, count * (rank + 1) // ranks):  # adjacent: they share index files
             stored = manifest.files[number]
             entries = {
                 piece_name(piece.key): HeaderEntry(piece.dtype, piece.key.numel, piece.begin_bytes, piece.end_bytes)
@@ -291,11 +290,11 @@ def check_files(folder: Path, manifest: Manifest, storage: Storage, rank: int = 
             }
             length = memoryview(bytearray(LENGTH_BYTES))
             files.read(number, length, 0)
-            announced = int.from_bytes(length, "little")
+            header_bytes = int.from_bytes(length, "little")
             expected = min(entry.begin_bytes for entry in entries.values()) - LENGTH_BYTES
-            problem: str | None = f"its header has {announced} bytes, and the manifest leaves {expected} for it"
-            if announced == expected <= longest_header_bytes(entries):
-                header = bytearray(announced)
+            problem: str | None = f"its header has {header_bytes} bytes; the manifest expects {expected}"
+            if header_bytes == expected <= longest_header_bytes(entries):
+                header = bytearray(header_bytes)
                 files.read(number, memoryview(header), LENGTH_BYTES)
                 problem = header_problem(header, entries)
             if problem is not None:
@@ -303,15 +302,13 @@ def check_files(folder: Path, manifest: Manifest, storage: Storage, rank: int = 
 
 
 def verified_chunks(folder: Path, manifest: Manifest, number: int, storage: Storage) -> Iterator[memoryview]:
-    """Reads one file of a checkpoint and yields its chunks, each compared with its digest.
-
-    The next chunk takes the memory of the one before.
+    """Reads one file of a checkpoint and yields its verified chunks; each chunk reuses the memory of the previous one.
 
     Args:
-        number: of the file in the manifest.
+        number: the file's number in the manifest.
 
     Raises:
-        DamagedError: the file is missing or has another size, or a chunk another digest.
+        DamagedError: the file is missing or has another size, or a chunk has another digest.
     """
     stored, size = manifest.files[number], manifest.chunk_bytes
     buffer = memoryview(bytearray(min(size, stored.size_bytes)))
@@ -322,7 +319,7 @@ def verified_chunks(folder: Path, manifest: Manifest, number: int, storage: Stor
             if hashlib.sha256(content).hexdigest() != digest:
                 raise DamagedError(
                     f"{folder / stored.name} is damaged between bytes {chunk * size} and "
-                    f"{chunk * size + len(content)}: the digest differs from the manifest's. Use another checkpoint."
+                    f"{chunk * size + len(content)}: the digest differs from the manifest. Use another checkpoint."
                 )
             yield content
 
@@ -341,7 +338,7 @@ def verify(folder: Path, storage: Storage = DISK) -> Manifest:
             whole_file.update(content)
         if whole_file.hexdigest() != stored.sha256:
             raise DamagedError(
-                f"{folder / stored.name} does not have the digest in its manifest. Use another checkpoint."
+                f"{folder / stored.name} does not match the digest in its manifest. Use another checkpoint."
             )
     return manifest
 
@@ -354,20 +351,20 @@ def read_pieces(
     storage: Storage = DISK,
     finite: bool = True,
 ) -> list[torch.Tensor]:
-    """The verified values of pieces, all in memory at once; arguments as of `CheckpointReader`.
+    """The verified values of pieces, all in memory at once; for arguments see `CheckpointReader`.
 
     Shapes: flat, `[numel]` each, in the stored element type.
 
     Raises:
-        CheckpointError: something is not stored, or has another shape.
-        DamagedError: the bytes are not those that were written.
+        CheckpointError: a piece is not stored, or has another shape.
+        DamagedError: the bytes differ from those that were written.
     """
-    by_number: dict[int, torch.Tensor] = {}
-    wanted = [(key, functools.partial(by_number.__setitem__, number)) for number, key in enumerate(keys)]
-    reader = CheckpointReader(folder, manifest, wanted, storage, finite=finite)
+    values: dict[int, torch.Tensor] = {}
+    requests = [(key, functools.partial(values.__setitem__, index)) for index, key in enumerate(keys)]
+    reader = CheckpointReader(folder, manifest, requests, storage, finite=finite)
     reader.verify()
     reader.deliver()
-    return [by_number[number] for number in range(len(keys))]
+    return [values[index] for index in range(len(keys))]
 
 
 def read_tensors(
@@ -378,15 +375,15 @@ def read_tensors(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     storage: Storage = DISK,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Builds whole tensors of one checkpoint folder, one at a time, each verified before it is given out.
+    """Yields whole, verified tensors of a checkpoint folder, one at a time.
 
     Args:
-        names: global parameter names; None means all, sorted.
-        shapes: the shape wanted of a tensor, where it is not the stored one: adjacent dimensions of one may be merged
-            in the other.
+        names: global parameter names; None for all, sorted.
+        shapes: requested shapes that differ from the stored ones: adjacent dimensions of one may be merged in the
+            other.
 
     Raises:
-        CheckpointError: a tensor is not in the checkpoint, does not have the wanted shape, or is damaged.
+        CheckpointError: a tensor is not in the checkpoint, cannot have the requested shape, or is damaged.
     """
     manifest = read_manifest(path, storage)
     check_files(path, manifest, storage)
@@ -394,7 +391,7 @@ def read_tensors(
     for name in catalogue.names() if names is None else names:
         stored_shape = catalogue.shape(name)
         if stored_shape is None:
-            raise CheckpointError(f"tensor {name} is not in {path}. It holds: {', '.join(catalogue.names()[:20])}.")
+            raise CheckpointError(f"tensor {name} is not in {path}. It has: {', '.join(catalogue.names()[:20])}.")
         shape = (shapes or {}).get(name, stored_shape)
         (values,) = read_pieces(path, manifest, [whole(name, kind, shape)], storage=storage)
         yield name, values.reshape(shape)

@@ -1,6 +1,7 @@
-"""The record of a checkpoint: all of a run that is not a tensor, as one typed value and as JSON.
+"""The record of a checkpoint: the state of a run except its tensors, as a typed value and as JSON.
 
-The JSON form is part of the checkpoint format. Its keys stay: old checkpoints are read, and old programs read new ones.
+The JSON is part of the checkpoint format. Its keys are stable, so that old and new versions read each other's
+checkpoints.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from megatron.tokenizers.record import NO_TOKENIZER, TokenizerRecord
 
 @dataclass(frozen=True)
 class Progress:
-    """What has happened in a run so far.
+    """The progress of a run.
 
     Attributes:
-        step: optimizer steps taken, skipped ones included.
-        consumed_samples: training samples consumed, also by skipped steps.
+        step: optimizer steps taken, including skipped ones.
+        consumed_samples: training samples consumed, including those of skipped steps.
         consumed_tokens: the same in tokens.
-        skipped_steps: steps whose update was dropped because a half-precision gradient overflowed.
-        bad_steps: steps whose update was dropped because loss or gradient were not finite, or far above the usual.
+        skipped_steps: steps whose update was skipped because a half-precision gradient overflowed.
+        bad_steps: steps whose update was skipped because loss or gradient were not finite, or far above the usual.
     """
 
     step: int = 0
@@ -36,7 +37,7 @@ class Progress:
     bad_steps: int = 0
 
     def after(self, samples: int, tokens: int) -> Progress:
-        """Progress after one more step that consumed this many samples and tokens."""
+        """The progress after one more step with this many samples and tokens."""
         return dataclasses.replace(
             self,
             step=self.step + 1,
@@ -45,24 +46,21 @@ class Progress:
         )
 
     def counted(self, *, is_skipped: bool, is_bad: bool) -> Progress:
-        """Once it is known what became of the update of a step."""
+        """The progress with the outcome of a step counted."""
         if not (is_skipped or is_bad):
             return self
         skipped_steps, bad_steps = self.skipped_steps + int(is_skipped), self.bad_steps + int(is_bad)
         return dataclasses.replace(self, skipped_steps=skipped_steps, bad_steps=bad_steps)
 
     def to_json(self) -> dict[str, int]:
-        """A JSON object with one entry per field; without `bad_steps`, which older programs do not know, if there are
-        none.
-        """
         values = dataclasses.asdict(self)
-        if not self.bad_steps:
+        if not self.bad_steps:  # older versions reject this key
             del values["bad_steps"]
         return values
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Progress:
-        """Reads what `to_json` wrote.
+        """Parses the output of `to_json`.
 
         Raises:
             CheckpointError: a field is missing, unknown, or not an integer >= 0.
@@ -81,30 +79,28 @@ class Progress:
 
 @dataclass(frozen=True)
 class Record:
-    """What a checkpoint holds besides its tensors.
+    """The state of a run except its tensors.
 
     Attributes:
-        optimizer_updates: updates the optimizer has made (skipped steps make none); Adam's bias correction needs it.
-        loss_scale: counters of the dynamic loss scaler; empty outside fp16.
-        config: the run's configuration as `RunConfig.to_json` gave it; `RunConfig.from_json` reads it.
-        data_plan: which sample comes when.
+        optimizer_updates: updates made by the optimizer (none for skipped steps), for Adam's bias correction.
+        loss_scale: state of the dynamic loss scaler; empty outside fp16.
+        config: the configuration as `RunConfig.to_json` returned it.
+        data_plan: the order of samples.
         data: sizes and fingerprints of the data files; empty on ranks other than 0.
-        tokenizer: the tokenizer that made the ids.
+        tokenizer: the tokenizer of the token ids.
         program_version: version of the program that wrote the checkpoint.
-        run_id: what the checkpoints of one run share, through all its restarts; empty in older checkpoints.
-        finetuned_from: of the checkpoint whose weights a fine-tuning run began with, `run_id` (empty if it has none),
+        run_id: identifies the run through all its restarts; empty in older checkpoints.
+        finetuned_from: the checkpoint whose weights a fine-tuning run started from: `run_id` (empty if unknown),
             `step` and `fingerprint`, a digest of its tensors; else empty.
-        forked_from: the same of the checkpoint at which a run left another one that goes on without it; else empty.
+        forked_from: the checkpoint at which the run was forked from another run, in the same form; else empty.
         validation_loss: of the evaluation at this step, in nats per token; None without one.
-        recent: the latest values, by name, which tell what is unusual.
-        passed_batches: batches that were not trained on because they made runs fail: `step`, `first_sample`,
-            `last_sample`.
-        began_at: of parameters that were frozen before, by global name, how many updates the optimizer had made when
-            their training began.
-        averaged_from: of the same, what the iterates of a schedule-free optimizer counted in its mean by then.
+        recent: recent values by name, for the detection of spikes.
+        passed_batches: batches that were skipped because starts failed on them: `step`, `first_sample`, `last_sample`.
+        began_at: for parameters that used to be frozen, by global name: optimizer updates when their training began.
+        averaged_from: for the same parameters: the averaging weight of a schedule-free optimizer at that time.
         family: the family of Hugging Face models that the weights were imported from; empty in the records of runs.
-        averaging_weight: what the iterates of a schedule-free optimizer count in its mean; 0 for others.
-        parts: what callbacks of the run keep, by name.
+        averaging_weight: the sum of the weights in the average of a schedule-free optimizer; 0 for others.
+        parts: state of callbacks by name.
     """
 
     progress: Progress
@@ -129,17 +125,17 @@ class Record:
 
     @property
     def first_family(self) -> str:
-        """The family of Hugging Face models that the first weights came from, also after fine-tuning; empty if none."""
+        """The family of the Hugging Face model that the run, or its base, was imported from; empty if none."""
         return self.family or str(self.finetuned_from.get("family") or "")
 
     @property
     def has_optimizer_state(self) -> bool:
-        """Whether the checkpoint holds moments and the loss scale: not if it was saved with --no-save-optim."""
+        """True unless the checkpoint was saved with --no-save-optim, without moments and loss scale."""
         sections = (section for section in self.config.values() if isinstance(section, Mapping))
         return not any(section.get("no_save_optim") for section in sections)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as it appears in a manifest; optional entries that say nothing are left out."""
+        """The record as it appears in a manifest, without empty optional entries."""
         optional: dict[str, Any] = {
             "run_id": self.run_id,
             "finetuned_from": dict(self.finetuned_from),
@@ -173,14 +169,14 @@ class Record:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], path: Path) -> Record:
-        """Reads what `to_json` wrote; entries that it does not know are ignored.
+        """Parses the output of `to_json`; unknown entries are ignored.
 
         Args:
-            path: the checkpoint it comes from, for error texts.
+            path: the checkpoint, for error messages.
 
         Raises:
-            CheckpointError: an entry is missing or cannot be what it should; names the entry and its value.
-            DataError: the same of the data plan's entries.
+            CheckpointError: an entry is missing or invalid; names the entry and its value.
+            DataError: the same for entries of the data plan.
         """
         stored = _Entries(value, path)
         loss = stored.entry(
@@ -207,59 +203,58 @@ class Record:
             averaged_from=stored.object("averaged_from", _is_number, "a number", {}),
             family=stored.entry("family", _is_text, "a text", ""),
             averaging_weight=float(stored.entry("averaging_weight", _is_number, "a number", 0.0)),
-            parts=stored.object("parts", usual={}),
+            parts=stored.object("parts", default={}),
         )
         planned, consumed = record.data_plan.train, record.progress.consumed_samples
         if planned is not None and consumed > planned.available:
             raise CheckpointError(
-                f"the record of {path} says that {consumed} samples were consumed of the {planned.available} that its "
-                "data plan has. Give another checkpoint of the run with --load."
+                f"the record of {path} has {consumed} consumed samples, but its data plan has only "
+                f"{planned.available} samples. Use another checkpoint of the run (--load)."
             )
         return record
 
 
-_NEEDED = object()  # the usual value of an entry that has none
+_REQUIRED = object()  # the default of an entry without one
 
 
 @dataclass(frozen=True)
 class _Entries:
-    """The entries of a stored record, each checked when it is asked for.
+    """The entries of a stored record, checked when they are read.
 
     Args:
-        place: what comes before the names in error texts, such as "program.".
+        prefix: precedes the names in error messages, such as "program.".
     """
 
     value: Mapping[str, Any]
     path: Path
-    place: str = ""
+    prefix: str = ""
 
-    def entry(self, name: str, is_right: Callable[[Any], object], should_be: str, usual: Any = _NEEDED) -> Any:
-        """An entry; `usual` where it is absent."""
-        if name not in self.value and usual is _NEEDED:
+    def entry(self, name: str, is_valid: Callable[[Any], object], expected: str, default: Any = _REQUIRED) -> Any:
+        if name not in self.value and default is _REQUIRED:
             raise CheckpointError(
-                f"the record of {self.path} has no {name} (it has {_names(self.value) or 'nothing'}): it is not the "
-                "checkpoint of a run. Give another one with --load."
+                f"the record of {self.path} has no {name} (it has {_names(self.value) or 'nothing'}): it is not a "
+                "checkpoint of a run. Use another one (--load)."
             )
-        entry = self.value.get(name, usual)
-        if not is_right(entry):
-            place = printable(f"{self.place}{name}", 80, quoted=False)
+        entry = self.value.get(name, default)
+        if not is_valid(entry):
+            shown = printable(f"{self.prefix}{name}", 80, quoted=False)
             raise CheckpointError(
-                f"the record of {self.path} has {place} = {printable(entry, 80)}, which should be {should_be}. Give "
-                "another checkpoint of the run with --load."
+                f"the record of {self.path} has {shown} = {printable(entry, 80)}, expected {expected}. Use another "
+                "checkpoint of the run (--load)."
             )
         return entry
 
     def object(
         self,
         name: str,
-        is_right: Callable[[Any], object] = lambda entry: True,
-        should_be: str = "",
-        usual: Any = _NEEDED,
+        is_valid: Callable[[Any], object] = lambda entry: True,
+        expected: str = "",
+        default: Any = _REQUIRED,
     ) -> Mapping[str, Any]:
-        """An entry that is an object, each of whose own entries must be right."""
-        inner: Mapping[str, Any] = self.entry(name, _is_object, _AN_OBJECT, usual)
+        """An entry that is an object; checks each of its entries."""
+        inner: Mapping[str, Any] = self.entry(name, _is_object, _AN_OBJECT, default)
         for key in inner:
-            _Entries(inner, self.path, f"{name}.").entry(key, is_right, should_be)
+            _Entries(inner, self.path, f"{name}.").entry(key, is_valid, expected)
         return inner
 
     def within(self, name: str) -> _Entries:
@@ -279,7 +274,7 @@ def _tokenizer(stored: _Entries) -> TokenizerRecord:
 
 
 def _base(stored: _Entries, name: str) -> Mapping[str, Any]:
-    base = stored.object(name, usual={})
+    base = stored.object(name, default={})
     what = "an object with run_id, step and fingerprint"
     stored.entry(name, lambda entry: not entry or base_in({name: entry}, name), what, {})
     return base
@@ -297,19 +292,19 @@ def _batches(stored: _Entries) -> Sequence[Mapping[str, int]]:
 
 
 def run_id_of(record: Mapping[str, Any]) -> str:
-    """The run that a record as JSON names; empty if it names none."""
+    """The run id in a record as JSON; empty if there is no valid one."""
     entry = record.get("run_id")
     return entry if isinstance(entry, str) and _RUN_ID.fullmatch(entry) else ""
 
 
 def base_in(record: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The checkpoint that an entry of a record as JSON says its run began with; empty if it says none."""
+    """The base checkpoint in an entry of a record as JSON (`finetuned_from`, `forked_from`); empty if invalid."""
     entry = record.get(name)
     if not isinstance(entry, Mapping) or not _is_count(entry.get("step")):
         return {}
     fingerprint = entry.get("fingerprint", "")
-    known = run_id_of(entry) or entry.get("run_id") == ""
-    return entry if known and isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint) else {}
+    has_id = run_id_of(entry) or entry.get("run_id") == ""
+    return entry if has_id and isinstance(fingerprint, str) and _FINGERPRINT.fullmatch(fingerprint) else {}
 
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}\Z")
@@ -332,13 +327,11 @@ def _is_series(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number; JSON's true is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is an integer >= 0 that counts something; JSON's true is not one."""
-    return type(value) is int and 0 <= value <= _LARGEST_COUNT
+    return type(value) is int and 0 <= value <= _LARGEST_COUNT  # `type`, since True is an int
 
 
 def _names(names: Iterable[str]) -> str:

@@ -1,11 +1,11 @@
-"""Saves a checkpoint: every rank writes its own file, rank 0 the manifest, and one rename makes all of it visible.
+"""Saves a checkpoint: each rank writes its own file, rank 0 writes the manifest, and one rename publishes the folder.
 
-Saving has two halves. `take_snapshot` lists what this rank saves; `write_snapshot` puts the values on the disk. If they
-are in a buffer of their own, the second half touches no tensor of the run, and training continues meanwhile.
+`take_snapshot` lists the pieces of a rank; `write_snapshot` writes their values to disk. If the values are in a
+separate buffer, training continues meanwhile.
 
-A rank streams its values into a safetensors file. The bytes are checked and hashed in memory, before the disk; no
-tensor is copied whole, and one on another device crosses to the host in chunks. Values that are not finite are refused:
-a run could never continue from them, and the checkpoint would take the place of one from which it can.
+A rank streams its values into a safetensors file. The bytes are checked and hashed in memory; tensors are copied to the
+host chunk by chunk, never as a whole. Values that are not finite are refused: no run could resume from them, and the
+checkpoint would replace one that is valid.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_sum, broadcast_bytes
 from megatron.parallel.pieces import PieceKey
 
-# Shorter buffers are hashed at once; for longer ones threads hash while this one writes (hashing releases the GIL).
-_WORTH_A_THREAD_BYTES = 256 * 2**10
-# The square of this is infinite in float32, and so is the norm of anything that holds it.
+# Longer buffers are hashed by threads while this one writes (hashing releases the GIL).
+_THREADED_HASH_BYTES = 256 * 2**10
+# The square of this, and so any norm that includes it, is infinite in float32.
 _LEAST_UNUSABLE = 2.0**64
 
 CHUNK_BYTES = 16 * 2**20
@@ -53,10 +53,10 @@ AfterCommit = Callable[[Path, ParallelMesh], None]
 
 @dataclass(frozen=True)
 class SaveLines:
-    """The lines that a save prints, from its step and the folder of all checkpoints; upstream's by default.
+    """The lines printed by a save, given its step and the folder of all checkpoints; upstream's by default.
 
     Attributes:
-        before: when a save begins.
+        before: when a save starts.
         after: when its checkpoint is committed.
     """
 
@@ -73,16 +73,15 @@ MEGATRON_LINES = SaveLines()
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """How a checkpoint is saved.
+    """Options of a save.
 
     Attributes:
-        lock: checked before the checkpoint becomes visible, so that a run whose lock was taken over publishes nothing.
-        after_commit: called on every rank with the checkpoint's folder and the mesh. The checkpoint counts whatever
-            becomes of it: its StorageError is a warning.
-        beat: called before each part that this rank writes; it may raise to end the save.
-        lines: what is printed.
+        lock: checked before the checkpoint is published, so that a run that has lost its lock publishes nothing.
+        after_commit: called on every rank with the checkpoint's folder and the mesh; a StorageError is a warning.
+        beat: called before each part that this rank writes; may raise to abort the save.
+        lines: the lines to print.
         check_finite: refuse NaN and infinities.
-        chunk_bytes: the files are hashed in parts of this size.
+        chunk_bytes: the files are hashed in chunks of this size.
     """
 
     lock: CheckpointLock | None = None
@@ -102,14 +101,13 @@ def save(
     mesh: ParallelMesh,
     options: SaveOptions | None = None,
 ) -> Path:
-    """Takes a snapshot and writes it at once, in constant memory; collective over the whole mesh.
+    """Takes a snapshot and writes it, in constant memory; collective over the whole mesh.
 
     Args:
-        pieces: what this rank writes, flat tensors on any device; over all ranks every element of every tensor exactly
-            once.
+        pieces: flat tensors on any device; together the ranks must have every element of every tensor exactly once.
 
     Raises:
-        as `write_snapshot`, and CheckpointError: a tensor does not fit its key.
+        see `write_snapshot`; CheckpointError: a tensor does not match its key.
     """
     return write_snapshot(directory, step, run_on_all(mesh, lambda: take_snapshot(pieces)), record, mesh, options)
 
@@ -117,20 +115,20 @@ def save(
 def write_snapshot(
     directory: Path,
     step: int,
-    taken: Snapshot,
+    snapshot: Snapshot,
     record: Mapping[str, Any],
     mesh: ParallelMesh,
     options: SaveOptions | None = None,
 ) -> Path:
-    """Writes a snapshot of every rank to `directory/iter_{step:07d}`; collective over the whole mesh.
+    """Writes the snapshots of all ranks to `directory/iter_{step:07d}`; collective over the whole mesh.
 
     Args:
-        record: JSON that goes into the manifest; global rank 0's counts.
+        record: JSON for the manifest; only that of global rank 0 is used.
 
     Raises:
-        NumericsError: a value of some rank is NaN or infinite.
-        StorageError: the file system of some rank refused (on every rank); earlier checkpoints are untouched.
-        CheckpointError: the pieces do not make up whole tensors, or the record is not JSON.
+        NumericsError: a value on some rank is NaN or infinite.
+        StorageError: the file system of some rank refused (raised on every rank); earlier checkpoints are intact.
+        CheckpointError: the pieces do not cover whole tensors, or the record is not JSON.
     """
     options = options or SaveOptions()
     storage = options.storage
@@ -138,12 +136,13 @@ def write_snapshot(
     _show(options.lines.before(step, directory))
     run = run_on_first(mesh, lambda: _check_request(step, record))
     temporary = temporary_folder(directory, step, run)
-    need_bytes = int(all_reduce_sum(torch.tensor([taken.size_bytes], dtype=torch.int64), mesh.control))
+    need_bytes = int(all_reduce_sum(torch.tensor([snapshot.size_bytes], dtype=torch.int64), mesh.control))
     if options.lock is not None:
         run_on_first(mesh, options.lock.check)
     run_on_first(mesh, lambda: open_temporary(temporary, need_bytes, storage))
     try:
-        written = _gather_written(mesh, lambda: _write_own(temporary, taken, options, mesh) if taken.listed else None)
+        write = functools.partial(_write_file, temporary, snapshot, options, mesh)
+        written = _gather_files(mesh, lambda: write() if snapshot.listed else None)
         run_on_first(mesh, lambda: _commit(temporary, step, run, record, written, options))
     except Exception:
         if first:
@@ -168,24 +167,24 @@ def _call_after_commit(work: AfterCommit | None, final: Path, mesh: ParallelMesh
             run_on_all(mesh, functools.partial(work, final, mesh))
     except StorageError as failure:
         if mesh.control.rank == 0:
-            log.warning(f"{final} is saved, but what follows a save failed: {failure}")
+            log.warning(f"{final} is saved, but a post-save action failed: {failure}")
 
 
 def _check_request(step: int, record: Mapping[str, Any]) -> str:
-    """Checks what can be checked before anything is written, and names the save: a number that no other save has."""
+    """Checks the arguments before anything is written, and returns a unique name of the save."""
     if not 0 <= step < 10**18:
         raise CheckpointError(f"cannot save a checkpoint of step {step}; steps are counted from 0.")
     record_text(record)
     return secrets.token_hex(8)
 
 
-def _write_own(
-    temporary: Path, taken: Snapshot, options: SaveOptions, mesh: ParallelMesh
+def _write_file(
+    temporary: Path, snapshot: Snapshot, options: SaveOptions, mesh: ParallelMesh
 ) -> tuple[StoredFile, FileDescription]:
-    """Writes this rank's file; what goes into the manifest."""
+    """Writes this rank's file; returns its entries for the manifest."""
     file, stored = write_pieces(
         temporary / file_name(mesh.control.rank),
-        taken,
+        snapshot,
         options.chunk_bytes,
         options.storage,
         beat=options.beat,
@@ -195,11 +194,11 @@ def _write_own(
 
 
 @dataclass(frozen=True)
-class _Written:
-    """What all ranks wrote; on rank 0 only.
+class _WrittenFiles:
+    """The files of all ranks; on rank 0 only.
 
     Attributes:
-        numbers, rows_of, rows: as `compact` wants them.
+        numbers, rows_of, rows: the arguments of `compact`.
     """
 
     files: list[StoredFile]
@@ -208,20 +207,16 @@ class _Written:
     rows: dict[str, list[Any]]
 
 
-def _gather_written(mesh: ParallelMesh, work: Callable[[], tuple[StoredFile, FileDescription] | None]) -> _Written:
-    """Runs `work` on every rank and gathers what it says: of ranks with the same description, one sends its rows.
-
-    Raises:
-        as `run_on_all`.
-    """
-    own: list[FileDescription] = []
+def _gather_files(mesh: ParallelMesh, work: Callable[[], tuple[StoredFile, FileDescription] | None]) -> _WrittenFiles:
+    """Runs `work` on every rank and gathers the results; of ranks with equal descriptions, one sends its rows."""
+    local: list[FileDescription] = []
 
     def entry() -> list[Any] | None:
         result = work()
         if result is None:
             return None
         file, description = result
-        own.append(description)
+        local.append(description)
         return [[file.name, file.size_bytes, file.sha256, file.chunks], description.numbers, description.digest]
 
     entries = gather_on_first(mesh, entry) or []
@@ -229,14 +224,14 @@ def _gather_written(mesh: ParallelMesh, work: Callable[[], tuple[StoredFile, Fil
     for rank, line in enumerate(entries):
         if line is not None:
             senders.setdefault(line[2], rank)
-    asked = bytearray((mesh.control.size + 7) // 8)  # a bit a rank
+    mask = bytearray((mesh.control.size + 7) // 8)  # one bit per rank
     for rank in senders.values():
-        asked[rank // 8] |= 1 << rank % 8
-    place = mesh.control.rank
-    is_asked = broadcast_bytes(bytes(asked), mesh.control)[place // 8] >> place % 8 & 1
-    rows = gather_on_first(mesh, lambda: own[0].rows if is_asked else None) or []
+        mask[rank // 8] |= 1 << rank % 8
+    this = mesh.control.rank
+    is_sender = broadcast_bytes(bytes(mask), mesh.control)[this // 8] >> this % 8 & 1
+    rows = gather_on_first(mesh, lambda: local[0].rows if is_sender else None) or []
     lines = [line for line in entries if line is not None]
-    return _Written(
+    return _WrittenFiles(
         [StoredFile(name, size_bytes, sha256, tuple(chunks)) for (name, size_bytes, sha256, chunks), _, _ in lines],
         [numbers for _, numbers, _ in lines],
         [digest for _, _, digest in lines],
@@ -249,12 +244,12 @@ def _commit(
     step: int,
     run: str,
     record: Mapping[str, Any],
-    written: _Written,
+    written: _WrittenFiles,
     options: SaveOptions,
 ) -> None:
-    """Checks that all ranks together wrote everything, writes the manifest, and makes the checkpoint visible."""
+    """Checks that the pieces of all ranks are complete, writes the manifest, and publishes the checkpoint."""
     if not written.files:
-        raise CheckpointError("no rank has anything to save: a checkpoint needs at least one tensor.")
+        raise CheckpointError("no rank has anything to save: a checkpoint must have at least one tensor.")
     runs = compact(written.numbers, written.rows_of, written.rows)
     check_complete(run.key for run in runs)
     root, indexes = manifest_texts(step, run, record, options.chunk_bytes, written.files, runs)
@@ -276,12 +271,12 @@ def _commit(
         raise cannot_write(storage, target, size_bytes, failure) from failure
 
 
-def _read_back(temporary: Path, written: _Written, storage: Storage) -> None:
-    """Reads the manifest as a load would: what cannot be read must not take the place of an older checkpoint.
+def _read_back(temporary: Path, written: _WrittenFiles, storage: Storage) -> None:
+    """Reads the manifest back as a load would, before the checkpoint replaces an older one.
 
     Raises:
-        CheckpointError: it is refused, or says otherwise than the ranks.
-        StorageError: the system refused for a reason that has nothing to do with the file.
+        CheckpointError: it is invalid, or differs from what the ranks wrote.
+        StorageError: the system refused to read it, for a reason unrelated to the file.
     """
     try:
         manifest = read_manifest(temporary, storage)
@@ -289,54 +284,55 @@ def _read_back(temporary: Path, written: _Written, storage: Storage) -> None:
     except CheckpointError as failure:
         raise _not_published(str(failure)) from failure
     if files != written.files:
-        raise _not_published("it lists other files than were written")
+        raise _not_published("its files differ from those written.")
     last = {digest: file for file, digest in enumerate(written.rows_of)}
     first = {digest: file for file, digest in reversed(list(enumerate(written.rows_of)))}
-    for file in sorted({*first.values(), *last.values()}):  # those between are of the same runs
+    for file in sorted({*first.values(), *last.values()}):  # files in between belong to the same runs
         keys = FileDescription(tuple(written.numbers[file]), tuple(written.rows[written.rows_of[file]])).keys()
         if [piece.key for piece in manifest.catalogue.pieces_of(file)] != keys:
-            raise _not_published(f"it has other pieces in {files[file].name} than were written")
+            raise _not_published(f"its pieces in {files[file].name} differ from those written.")
 
 
 def _not_published(problem: str) -> CheckpointError:
     return CheckpointError(
-        f"the manifest that was written cannot be read back: {problem} Nothing was saved, and earlier checkpoints are "
-        "untouched. Save again; if this comes again, report it with this text."
+        f"the new manifest cannot be read back: {problem} Nothing was saved, and earlier checkpoints are intact. Save "
+        "again; if the error persists, report it with this message."
     )
 
 
 def write_pieces(
     path: Path,
-    taken: Snapshot,
+    snapshot: Snapshot,
     chunk_bytes: int,
     storage: Storage,
     *,
     beat: Callable[[], None] = lambda: None,
     check_finite: bool = True,
 ) -> tuple[StoredFile, list[StoredPiece]]:
-    """Writes a new file and waits until it is on the disk; returns the manifest's entries for it and its pieces.
+    """Writes and syncs a new file; returns the manifest's entries for it and its pieces.
 
     The pieces have file number 0; the manifest numbers the files later.
 
     Args:
-        beat: called before each part that is written; it may raise to end the writing.
+        beat: called before each part is written; may raise to abort.
         check_finite: refuse NaN and infinities.
 
     Raises:
         CheckpointError: the pieces changed since the snapshot was taken.
-        NumericsError: a value is NaN or infinite, or so large that its square is.
+        NumericsError: a value, or its square, is NaN or infinite.
         StorageError: the file system refused.
     """
-    listed = sorted(taken.listed, key=lambda entry: -ITEM_BYTES[entry[1]])
+    listed = sorted(snapshot.listed, key=lambda entry: -ITEM_BYTES[entry[1]])
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
-    header, begins = safetensors_header(metadata, [(piece_name(key), dtype, [key.numel]) for key, dtype in listed])
+    header, offsets = safetensors_header(metadata, [(piece_name(key), dtype, [key.numel]) for key, dtype in listed])
     stored = [
-        StoredPiece(key, dtype, ITEM_BYTES[dtype], 0, begin) for (key, dtype), begin in zip(listed, begins, strict=True)
+        StoredPiece(key, dtype, ITEM_BYTES[dtype], 0, offset)
+        for (key, dtype), offset in zip(listed, offsets, strict=True)
     ]
     size_bytes = max(piece.end_bytes for piece in stored) if stored else len(header)
     with writing(storage, path, size_bytes) as handle, _HashingFile(storage, handle, chunk_bytes) as file:
         file.write(memoryview(header))
-        for key, dtype, tensor in taken.tensors():
+        for key, dtype, tensor in snapshot.tensors():
             for part, first in _parts(tensor, file, ITEM_BYTES[dtype]):
                 beat()
                 if check_finite:
@@ -349,11 +345,10 @@ def write_pieces(
 def safetensors_header(
     metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int]]]
 ) -> tuple[bytes, list[int]]:
-    """The first bytes of a file (length, header), and where each tensor begins in it.
+    """The first bytes of a file (length, header), and the byte offset of each tensor in it.
 
     Args:
-        tensors: name, element type and shape, in the order of the file; wider element types first, so that all are
-            aligned.
+        tensors: name, element type and shape, in file order; wider element types first, for alignment.
 
     Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
     """
@@ -370,44 +365,42 @@ def safetensors_header(
 
 
 def _parts(tensor: torch.Tensor, file: _HashingFile, item_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """A flat tensor on the host in parts that each fit into a chunk of the file, and the first element of each."""
+    """Copies a flat tensor to the host in parts that fit into a chunk of the file; yields them with their offsets."""
     flat = tensor.detach()
     done = 0
     while done < flat.numel():
-        room = max(1, file.room_bytes() // item_bytes)
-        part = flat[done : done + room].to("cpu")
-        if part.stride(0) != 1:  # even a single element can have another stride, and then it has no view as bytes
+        count = max(1, file.room_bytes() // item_bytes)
+        part = flat[done : done + count].to("cpu")
+        if part.stride(0) != 1:  # even a single element can have another stride, which prevents a view as bytes
             part = torch.empty(part.shape, dtype=part.dtype).copy_(part)
         yield part, done
         done += part.numel()
 
 
 def _check_finite(key: PieceKey, part: torch.Tensor, first: int) -> None:
-    """Refuses NaN, infinities and values whose square is infinite in the elements of a piece from `first` on.
-
-    NumPy needs fewer passes for it than torch, and one thread.
-    """
+    """Refuses NaN, infinities and values whose square is infinite; `first` is the index of the part in the piece."""
     if not part.is_floating_point():
         return
-    if part.dtype == torch.bfloat16:  # which NumPy does not know: an exponent of 2^64 or above, which NaN has too
+    # NumPy, which needs fewer passes than torch and a single thread.
+    if part.dtype == torch.bfloat16:  # not supported by NumPy: test for an exponent of 2^64 or above, NaN included
         wrong = (part.view(torch.int16).numpy() & 0x7F80) >= 0x5F80
     elif part.dtype == torch.float16:
         wrong = ~np.isfinite(part.numpy())
     else:
         wrong = ~(np.abs(part.numpy()) < _LEAST_UNUSABLE)
     if wrong.any():
-        place = int(wrong.argmax())
+        index = int(wrong.argmax())
         raise NumericsError(
-            f"tensor {key.name} ({key.kind}) holds {float(part[place])} at element {first + place} of the piece "
+            f"tensor {key.name} ({key.kind}) has the value {float(part[index])} at element {first + index} of piece "
             f"{piece_name(key)}. Nothing was saved: no run can continue from values that are not finite or reach 2^64, "
-            "where squares are infinite. Earlier checkpoints are untouched. Resume from the last one with a lower "
-            "--lr, a longer warm-up or --skip-train-iteration-range."
+            "where squares overflow. Earlier checkpoints are intact. Resume from the last one with a lower --lr, a "
+            "longer warm-up or --skip-train-iteration-range."
         )
 
 
 @final
 class _HashingFile:
-    """Writes bytes and keeps the SHA-256 of the whole and of every chunk, taken from memory, not from the disk."""
+    """Writes a file, and computes the SHA-256 of the whole file and of each chunk from memory."""
 
     def __init__(self, storage: Storage, handle: int, chunk_bytes: int) -> None:
         self._storage = storage
@@ -426,7 +419,7 @@ class _HashingFile:
         self._threads.shutdown()
 
     def room_bytes(self) -> int:
-        """How much fits before the next chunk begins."""
+        """The bytes left in the current chunk."""
         return self._chunk_bytes - self._filled
 
     def write(self, content: memoryview) -> None:
@@ -439,13 +432,13 @@ class _HashingFile:
                 self._close_chunk()
 
     def digests(self) -> tuple[str, tuple[str, ...]]:
-        """The digests of the whole file and of its chunks; nothing may be written afterwards."""
+        """The digests of the file and of its chunks, after the last write."""
         if self._filled:
             self._close_chunk()
         return self._whole.hexdigest(), tuple(self._chunks)
 
     def _hash_and_write(self, part: memoryview) -> None:
-        if len(part) < _WORTH_A_THREAD_BYTES:
+        if len(part) < _THREADED_HASH_BYTES:
             self._whole.update(part)
             self._chunk.update(part)
             append(self._storage, self._handle, part)
@@ -456,7 +449,7 @@ class _HashingFile:
         ]
         try:
             append(self._storage, self._handle, part)
-        finally:  # the hashes read memory that the caller may change as soon as this returns
+        finally:  # the caller may change the memory as soon as this returns
             for future in work:
                 future.result()
 

@@ -1,6 +1,6 @@
-"""What one rank saves: which pieces, announced once, and their values, read as they are written.
+"""The pieces that one rank saves: listed once, with values that are read as they are written.
 
-A snapshot whose values are in a buffer of their own can be written by another thread while training continues.
+A snapshot with values in a separate buffer can be written by another thread while training continues.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Snapshot:
     """The pieces that one rank writes.
 
     Args:
-        listed: key and element type (its safetensors name) of every piece that holds elements, in order.
-        pieces: the same with their values, flat tensors; iterated over several times while they are written.
+        listed: key and element type (safetensors name) of every non-empty piece, in order.
+        pieces: the same pieces with their values, flat tensors; iterated over several times during the write.
     """
 
     listed: tuple[tuple[PieceKey, str], ...]
@@ -50,56 +50,56 @@ class Snapshot:
         return sum(key.numel * ITEM_BYTES[dtype] for key, dtype in self.listed)
 
     def tensors(self) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:
-        """The announced pieces with their values, in file order: wider element types first, else as they come.
+        """The listed pieces with their values, in file order: wider element types first.
 
         Raises:
-            CheckpointError: other pieces come than were announced.
+            CheckpointError: the pieces differ from the listed ones.
         """
-        announced = iter(sorted(self.listed, key=lambda entry: -ITEM_BYTES[entry[1]]))
+        listed = iter(sorted(self.listed, key=lambda entry: -ITEM_BYTES[entry[1]]))
         widths = sorted({ITEM_BYTES[dtype] for _, dtype in self.listed}, reverse=True)
         for width in widths:
             for key, dtype, tensor in _typed(self.pieces):
                 if ITEM_BYTES[dtype] != width and ITEM_BYTES[dtype] in widths:
                     continue
-                expected = next(announced, None)
+                expected = next(listed, None)
                 if expected != (key, dtype):
                     raise _changed("nothing" if expected is None else piece_name(expected[0]), piece_name(key))
                 yield key, dtype, tensor
-        left = next(announced, None)
-        if left is not None:
-            raise _changed(piece_name(left[0]), "nothing")
+        missing = next(listed, None)
+        if missing is not None:
+            raise _changed(piece_name(missing[0]), "nothing")
 
 
 def take_snapshot(pieces: Pieces) -> Snapshot:
-    """Lists the pieces of this rank; their values are read while they are written, and must not change until then.
+    """Lists the pieces of this rank; their values must not change until they are written.
 
     Args:
-        pieces: flat tensors on any device. An iterator is kept as a list, because pieces are iterated over again.
+        pieces: flat tensors on any device.
 
     Raises:
-        CheckpointError: a tensor does not fit its key, or a piece comes twice.
+        CheckpointError: a tensor does not match its key, or a piece is duplicated.
     """
     if isinstance(pieces, Iterator):
-        pieces = list(pieces)
+        pieces = list(pieces)  # they are iterated over again
     listed = tuple((key, dtype) for key, dtype, _ in _typed(pieces))
     seen: set[PieceKey] = set()
     for key, _ in listed:
         if key in seen:
             raise CheckpointError(
-                f"piece {piece_name(key)} comes twice on one rank. Each element must be written exactly once."
+                f"piece {piece_name(key)} is duplicated on one rank. Each element must be written exactly once."
             )
         seen.add(key)
     return Snapshot(listed, pieces)
 
 
-def laid_out(taken: Snapshot, buffer: torch.Tensor) -> tuple[Snapshot, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The same pieces with their values in a buffer, and the copies that bring them there: (target, source) each.
+def plan_copy(snapshot: Snapshot, buffer: torch.Tensor) -> tuple[Snapshot, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The snapshot with its values in a buffer, and the copies to make: pairs of (target, source).
 
     Args:
-        buffer: on the host, at least `taken.size_bytes` long. Shapes: `[bytes]` uint8.
+        buffer: on the host, at least `snapshot.size_bytes` long. Shapes: `[bytes]` uint8.
     """
-    sources = [(key, tensor) for key, tensor in taken.pieces if key.numel]
-    entries = [(key, dtype, tensor) for (key, dtype), (_, tensor) in zip(taken.listed, sources, strict=True)]
+    sources = [(key, tensor) for key, tensor in snapshot.pieces if key.numel]
+    entries = [(key, dtype, tensor) for (key, dtype), (_, tensor) in zip(snapshot.listed, sources, strict=True)]
     entries.sort(key=lambda entry: -ITEM_BYTES[entry[1]])  # so that every view of the buffer is aligned
     copied: list[tuple[PieceKey, torch.Tensor]] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -114,14 +114,14 @@ def laid_out(taken: Snapshot, buffer: torch.Tensor) -> tuple[Snapshot, list[tupl
 
 
 def piece_name(key: PieceKey) -> str:
-    """A piece's name in its file: tensor, kind, global shape, box and range, so that the file explains itself."""
+    """The self-explanatory name of a piece in its file: tensor, kind, global shape, box and range."""
     shape = "x".join(map(str, key.shape))
     box = ",".join(f"{start}:{stop}" for start, stop in zip(key.start, key.stop, strict=True))
     return f"{key.name}|{key.kind}|{shape}|{box}|{key.first}:{key.last}"
 
 
 def _typed(pieces: Pieces) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:
-    """The pieces that hold elements, with the name of their element type, each checked against its key."""
+    """The non-empty pieces with the name of their element type, each checked against its key."""
     for key, tensor in pieces:
         if key.numel == 0 and tensor.numel() == 0:
             continue
@@ -132,18 +132,17 @@ def _typed(pieces: Pieces) -> Iterator[tuple[PieceKey, str, torch.Tensor]]:
         if dtype is None:
             raise CheckpointError(
                 f"cannot save tensor {key.name} ({key.kind}) of element type {tensor.dtype}; "
-                f"known are {', '.join(map(str, _NAMES))}."
+                f"supported types: {', '.join(map(str, _NAMES))}."
             )
         if tensor.dim() != 1 or tensor.numel() != key.numel:
             raise CheckpointError(
-                f"cannot save tensor {key.name} ({key.kind}): the piece has {key.numel} elements, but the given tensor "
-                f"has shape {list(tensor.shape)}. It must be flat and of that length."
+                f"cannot save tensor {key.name} ({key.kind}): expected a flat tensor of {key.numel} elements, got "
+                f"shape {list(tensor.shape)}."
             )
         yield key, dtype, tensor
 
 
-def _changed(announced: str, came: str) -> CheckpointError:
+def _changed(expected: str, got: str) -> CheckpointError:
     return CheckpointError(
-        f"the pieces changed while they were saved: {announced} was announced, then {came} came. "
-        "They must come in the same order every time."
+        f"the pieces changed while they were saved: expected {expected}, got {got}. Their order must not change."
     )

@@ -1,6 +1,6 @@
-"""Every file operation on checkpoints, in one small class, so that a test can make any of them fail.
+"""All file operations on checkpoints in one small class, so that tests can make any of them fail.
 
-Methods raise `OSError` as the operating system does; their callers turn it into typed errors.
+Methods raise `OSError` like the operating system; callers convert it to typed errors.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from megatron.files import exact
 from megatron.files.plain import kind_of
 from megatron.files.replacing import move, sync_file, sync_path
 
-# Errors of the operating system that concern this process, not the file: an older checkpoint would not help.
-_NOT_THE_FILE = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
+# Errors that concern this process, not the file: an older checkpoint would not help.
+_PROCESS_ERRORS = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
 
 
 class Storage:
-    """The real file system. Reads never follow a symbolic link and never open anything but a plain file."""
+    """The local file system. Reads never follow symbolic links and open regular files only."""
 
     def make_directory(self, path: Path) -> None:
         os.mkdir(path)
 
     def make_directories(self, path: Path) -> None:
-        """Makes a directory and those above it, where they are missing."""
-        missing = [place for place in (path, *path.parents) if not place.exists()]
+        """Creates a directory and its missing parents."""
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
-        for place in missing:
-            self.sync_directory(place.parent)
+        for folder in missing:
+            self.sync_directory(folder.parent)
 
     def names(self, path: Path) -> list[str]:
         return sorted(os.listdir(path))
@@ -48,15 +48,13 @@ class Storage:
         return os.path.islink(path)
 
     def make_link(self, path: Path, target: str) -> None:
-        """Makes a symbolic link that must not exist yet."""
         os.symlink(target, path)
 
     def link_target(self, path: Path) -> str:
-        """What a symbolic link leads to, as it was written."""
         return os.readlink(path)
 
     def taken_bytes(self, path: Path) -> int:
-        """Bytes of the disk that the plain files of a directory take; holes in them take none."""
+        """Disk space used by the regular files in a directory, without holes."""
         with os.scandir(path) as entries:
             sizes = [
                 entry.stat(follow_symlinks=False).st_blocks for entry in entries if entry.is_file(follow_symlinks=False)
@@ -64,7 +62,7 @@ class Storage:
         return 512 * sum(sizes)
 
     def create(self, path: Path) -> int:
-        """Opens a file for writing that must not exist yet."""
+        """Opens a new file for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, handle: int, content: memoryview) -> int:
@@ -72,7 +70,6 @@ class Storage:
         return os.write(handle, content)
 
     def sync(self, handle: int) -> None:
-        """Waits until the file's content is on the disk."""
         sync_file(handle)
 
     def close(self, handle: int) -> None:
@@ -82,26 +79,26 @@ class Storage:
         sync_path(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames; a file at the target is replaced in one step, a directory there must not exist."""
+        """Renames; replaces an existing file atomically. A target directory must not exist."""
         move(source, target, durable=False)
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory and everything in it; a missing one is fine."""
+        """Removes a directory recursively; a no-op if it is missing."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path)
 
     def remove_file(self, path: Path) -> None:
-        """Removes a file; a missing one is fine."""
+        """Removes a file; a no-op if it is missing."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
 
     def free_bytes(self, path: Path) -> int | None:
-        """Bytes this user can still write there, or None where the file system does not say."""
-        figures = os.statvfs(path)
-        return figures.f_bavail * figures.f_frsize if figures.f_blocks else None
+        """Bytes available to this user; None if the file system does not report it."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize if status.f_blocks else None
 
     def open_to_read(self, path: Path) -> tuple[int, int]:
-        """Opens a plain file and returns its handle and its size in bytes."""
+        """Opens a regular file; returns its handle and its size in bytes."""
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         status = os.fstat(handle)
         if (kind := kind_of(status.st_mode)) is not None:
@@ -110,7 +107,7 @@ class Storage:
         return handle, status.st_size
 
     def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:
-        """Reads from an offset of a file into `target` and returns how many bytes came (0 at the end)."""
+        """Reads from an offset into `target`; returns the number of bytes read (0 at the end)."""
         if hasattr(os, "preadv"):
             return os.preadv(handle, [target], offset_bytes)
         content = os.pread(handle, len(target), offset_bytes)
@@ -119,26 +116,26 @@ class Storage:
 
 
 @final
-class _Places(Storage):
-    """Folders on disks and addresses in object stores: each path, and each file opened by it, where it belongs."""
+class _Backends(Storage):
+    """Dispatches each path or handle to the file system or to an object store."""
 
     def __init__(self) -> None:
         self._objects = ObjectStorage()
         for name in set(vars(Storage)) & set(dir(ObjectStorage)):
             if not name.startswith("_"):
-                setattr(self, name, functools.partial(self._placed, name))
+                setattr(self, name, functools.partial(self._dispatch, name))
 
-    def _placed(self, name: str, place: Path | int, *rest: Any) -> Any:
-        is_object = self._objects.owns(place) if isinstance(place, int) else is_address(place)
-        return getattr(self._objects if is_object else super(), name)(place, *rest)
+    def _dispatch(self, name: str, target: Path | int, *rest: Any) -> Any:
+        is_object = self._objects.owns(target) if isinstance(target, int) else is_address(target)
+        return getattr(self._objects if is_object else super(), name)(target, *rest)
 
 
-DISK = _Places()
+DISK = _Backends()
 
 
 @contextlib.contextmanager
 def opened(storage: Storage, path: Path) -> Iterator[tuple[int, int]]:
-    """Opens a plain file for reading and closes it again; yields (handle, size in bytes)."""
+    """Opens a regular file for reading; yields (handle, size in bytes)."""
     handle, size_bytes = storage.open_to_read(path)
     try:
         yield handle, size_bytes
@@ -147,14 +144,14 @@ def opened(storage: Storage, path: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_range(storage: Storage, handle: int, target: memoryview, offset_bytes: int) -> None:
-    """Fills `target` with the bytes of a file from an offset on; a file that ends too early is an `OSError`."""
+    """Fills `target` with the bytes of a file from an offset; raises `OSError` if the file is too short."""
     done = exact.read_into(lambda rest, done: storage.read_into(handle, rest, offset_bytes + done), target)
     if done < len(target):
         raise OSError(errno.EIO, f"the file ends at byte {offset_bytes + done}")
 
 
 def read_head(storage: Storage, path: Path, most_bytes: int) -> bytes:
-    """The first bytes of a plain file, all of them if there are no more."""
+    """The first bytes of a regular file, at most `most_bytes`."""
     with opened(storage, path) as (handle, size_bytes):
         content = bytearray(min(size_bytes, most_bytes))
         read_range(storage, handle, memoryview(content), 0)
@@ -162,7 +159,7 @@ def read_head(storage: Storage, path: Path, most_bytes: int) -> bytes:
 
 
 def read_tail(storage: Storage, path: Path, most_bytes: int) -> bytes:
-    """The last bytes of a plain file, all of them if there are no more."""
+    """The last bytes of a regular file, at most `most_bytes`."""
     with opened(storage, path) as (handle, size_bytes):
         content = bytearray(min(size_bytes, most_bytes))
         read_range(storage, handle, memoryview(content), size_bytes - len(content))
@@ -170,12 +167,11 @@ def read_tail(storage: Storage, path: Path, most_bytes: int) -> bytes:
 
 
 def append(storage: Storage, handle: int, content: memoryview) -> None:
-    """Writes all bytes at the end of a file."""
     exact.write_all(lambda rest, _: storage.write(handle, rest), content)
 
 
 def write_file(storage: Storage, path: Path, content: bytes) -> None:
-    """Writes a new file and waits until it is on the disk."""
+    """Writes and syncs a new file."""
     handle = storage.create(path)
     try:
         append(storage, handle, memoryview(content))
@@ -186,7 +182,7 @@ def write_file(storage: Storage, path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(storage: Storage, path: Path, need_bytes: int, flag: str = "--save") -> Iterator[int]:
-    """Opens a new file for a block that writes it; when the block has ended, the file is on the disk.
+    """Opens a new file for writing; syncs and closes it at the end of the block.
 
     Raises:
         StorageError: the file system refused; see `cannot_write`.
@@ -203,7 +199,7 @@ def writing(storage: Storage, path: Path, need_bytes: int, flag: str = "--save")
 
 
 def write_text(path: Path, text: str, storage: Storage = DISK) -> None:
-    """Writes a new file of UTF-8 text and waits until it is on the disk.
+    """Writes and syncs a new UTF-8 text file.
 
     Raises:
         StorageError: the file system refused.
@@ -220,26 +216,26 @@ def cannot_write(storage: Storage, path: Path, need_bytes: int, failure: OSError
     except OSError:
         free = None
     name = errno.errorcode.get(failure.errno or 0, "unknown error")
-    space = "an unknown number of" if free is None else str(free)
-    advice = f"Free space there or give {flag} another directory."
+    space = "unknown" if free is None else f"{free} bytes"
+    advice = f"Free some space or use another {flag} directory."
     if failure.errno == errno.ENOENT:
-        advice = f"All nodes must see the same {flag} directory; give one that is shared."
+        advice = f"The {flag} directory must be shared by all nodes."
     elif failure.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        advice = f"Make it writable for this user, or give {flag} another directory."
+        advice = f"Make it writable for this user, or use another {flag} directory."
     elif failure.errno == errno.EFBIG:
-        advice = "Files of this process may not be so large: raise its limit (ulimit -f)."
+        advice = "The file exceeds this process's size limit: raise it (ulimit -f)."
     return StorageError(
-        f"cannot write {path}: {failure.strerror or failure} ({name}); this file needs {need_bytes} bytes, {space} "
-        f"bytes are free there. Earlier checkpoints are untouched. {advice}"
+        f"cannot write {path}: {failure.strerror or failure} ({name}); the file needs {need_bytes} bytes, free space: "
+        f"{space}. Earlier checkpoints are intact. {advice}"
     )
 
 
 def unreadable(path: Path, failure: OSError) -> CheckpointError | StorageError:
-    """The error for a file that the system did not let us read: damage, or a problem of this process."""
+    """The error for a file that cannot be read: damage, or a problem of this process."""
     name = errno.errorcode.get(failure.errno or 0)
-    if name in _NOT_THE_FILE:
+    if name in _PROCESS_ERRORS:
         return StorageError(
             f"cannot read {path}: {failure.strerror} ({name}). "
-            "The file may be good; give this user the right or the resource and start again."
+            "The file may be valid; grant this user the permission or resource and start again."
         )
     return DamagedError(f"cannot read {path}: {failure.strerror or failure}. Use another checkpoint.")

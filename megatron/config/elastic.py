@@ -1,4 +1,4 @@
-"""Layouts of `--elastic`: one that fits the number of processes in place of one that does not."""
+"""`--elastic`: replaces a layout that does not fit the number of processes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from megatron.errors import ConfigError
 
 
 def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequence[str]]:
-    """Changes the layout of a run of --elastic that does not fit this many processes; leaves all others alone.
+    """Replaces the layout of an --elastic run that does not fit this many processes; other requests are returned as is.
 
     Tensor parallelism is kept if a legal layout has it, else pipeline parallelism, else the nearest layout is taken.
-    The global batch stays the same, so the losses do, too. If no layout shares it in whole micro-batches, these are
-    made smaller. Another number of stages keeps the chunks of each rank; one stage has neither schedule nor chunks.
+    The global batch, and therefore the losses, stay the same. If no layout divides it into whole micro-batches, they
+    are made smaller. Another number of stages keeps the chunks per rank; a single stage has neither schedule nor
+    chunks.
 
     Returns:
-        the request, and what the user should know.
+        The request, and notices for the user.
 
     Raises:
         ConfigError: no layout is legal.
@@ -32,30 +33,32 @@ def fit_layout(request: RunRequest, world_size: int) -> tuple[RunRequest, Sequen
         return request, ()
     fitting = _legal_request(request, world_size)
     if fitting is not None:
-        return fitting, (_choice(request, fitting, world_size),)
+        return fitting, (_choice_notice(request, fitting, world_size),)
     fewer = next((size for size in range(world_size - 1, 0, -1) if _legal_request(request, size) is not None), None)
     if fewer is None:
         raise ConfigError(
-            f"--elastic finds no layout for {world_size} {_processes(world_size)}, nor for fewer. Drop --elastic, "
-            "which then says what does not fit the layout that was asked for."
+            f"--elastic finds no layout for {world_size} {_processes(world_size)}, nor for fewer. Drop --elastic to "
+            "see what the requested layout violates."
         )
     raise ConfigError(
-        f"--elastic finds no layout for {world_size} processes that shares --global-batch-size "
-        f"{optim.global_batch_size} evenly and divides {request.model.num_attention_heads} heads and "
-        f"{request.model.num_layers} layers. Start {fewer} processes, or use a global batch with more divisors."
+        f"--elastic finds no layout for {world_size} processes that divides --global-batch-size "
+        f"{optim.global_batch_size}, {request.model.num_attention_heads} heads and {request.model.num_layers} layers. "
+        f"Start {fewer} processes, or use a global batch with more divisors."
     )
 
 
 def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
     """The request with the most preferred layout that is legal."""
-    asked, micro = request.parallel, request.optim.micro_batch_size
-    smaller: Sequence[int | None] = [None] if micro is None else divisors(micro)[::-1]
-    alone = _of_whole_sequences(request)
-    for size in smaller:
-        for tp, pp in _preferred(world_size, asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size):
+    requested, micro = request.parallel, request.optim.micro_batch_size
+    micro_sizes: Sequence[int | None] = [None] if micro is None else divisors(micro)[::-1]
+    unsplit = _with_whole_sequences(request)
+    for size in micro_sizes:
+        for tp, pp in _preferred(
+            world_size, requested.tensor_model_parallel_size, requested.pipeline_model_parallel_size
+        ):
             for candidate in (
                 _with_layout(request, world_size, tp, pp, size),
-                _with_layout(alone, world_size, tp, pp, size),
+                _with_layout(unsplit, world_size, tp, pp, size),
             ):
                 if candidate is not None and not world_problems(candidate, world_size):
                     return candidate
@@ -63,7 +66,7 @@ def _legal_request(request: RunRequest, world_size: int) -> RunRequest | None:
 
 
 def _preferred(world_size: int, tp_size: int, pp_size: int) -> Iterator[tuple[int, int]]:
-    """The layouts of a world, the most preferred first."""
+    """The layouts of a world in order of preference."""
     nearest = nearest_layouts(world_size, tp_size, pp_size)
     yield from sorted(nearest, key=lambda pair: (pair[0] != tp_size, pair[1] != pp_size))
 
@@ -74,9 +77,9 @@ def _with_layout(
     """The request with another layout; None if a rule between its flags forbids it."""
     try:
         parallel = _with_stages(request.parallel, request.model.num_layers, pp_size)
-        within = None if parallel.splits_each_expert else parallel.expert_tensor_parallel_size
+        expert_tp = None if parallel.splits_each_expert else parallel.expert_tensor_parallel_size
         parallel = dataclasses.replace(
-            parallel, tensor_model_parallel_size=tp_size, expert_tensor_parallel_size=within if tp_size > 1 else None
+            parallel, tensor_model_parallel_size=tp_size, expert_tensor_parallel_size=expert_tp if tp_size > 1 else None
         )
         ranks = world_size // (pp_size * (tp_size if parallel.splits_each_expert else 1))
         experts = math.gcd(parallel.expert_model_parallel_size, ranks)
@@ -88,7 +91,7 @@ def _with_layout(
 
 
 def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> ParallelRequest:
-    """The same schedule and chunks on other stages; a single stage has none, and a file is for one number of them."""
+    """Keeps the schedule and the chunks per rank; a single stage has neither."""
     if pp_size == parallel.pipeline_model_parallel_size:
         return parallel
     name, chunks = parallel.pipeline_schedule, parallel.chunks_for(num_layers)
@@ -97,6 +100,7 @@ def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> Pa
     return dataclasses.replace(
         parallel,
         pipeline_model_parallel_size=pp_size,
+        # a schedule file is written for one number of stages
         pipeline_schedule=None if pp_size == 1 or is_schedule_file(name) else name,
         enable_zbh1_pipeline=parallel.enable_zbh1_pipeline and pp_size > 1,
         virtual_pipeline_model_parallel_size=chunks if pp_size > 1 and chunks > 1 else None,
@@ -106,7 +110,7 @@ def _with_stages(parallel: ParallelRequest, num_layers: int, pp_size: int) -> Pa
     )
 
 
-def _of_whole_sequences(request: RunRequest) -> RunRequest:
+def _with_whole_sequences(request: RunRequest) -> RunRequest:
     """The request with each sequence on one rank."""
     parallel = dataclasses.replace(
         request.parallel,
@@ -118,8 +122,8 @@ def _of_whole_sequences(request: RunRequest) -> RunRequest:
     return dataclasses.replace(request, parallel=parallel)
 
 
-def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
-    before, after = asked.parallel, chosen.parallel
+def _choice_notice(requested: RunRequest, chosen: RunRequest, world_size: int) -> str:
+    before, after = requested.parallel, chosen.parallel
     kept = [
         name
         for name, is_kept in (
@@ -128,21 +132,20 @@ def _choice(asked: RunRequest, chosen: RunRequest, world_size: int) -> str:
         )
         if is_kept
     ]
-    reason = f"it keeps the {' and '.join(kept)} size" if kept else "it is the nearest that is legal"
-    shared = f" x {after.sequence_size} of a sequence" if before.sequence_size > 1 else ""
+    reason = f"it keeps the {' and '.join(kept)} size" if kept else "it is the nearest legal layout"
+    sequence = f" x {after.sequence_size} sequence" if before.sequence_size > 1 else ""
     micro = chosen.optim.micro_batch_size
-    smaller = f"; --micro-batch-size becomes {micro}" if micro != asked.optim.micro_batch_size else ""
+    smaller = f"; --micro-batch-size becomes {micro}" if micro != requested.optim.micro_batch_size else ""
     schedule = after.schedule_for(chosen.model.num_layers)
-    another = schedule != before.schedule_for(asked.model.num_layers)
+    changed = schedule != before.schedule_for(requested.model.num_layers)
     scheduled = (
-        f"; the pipeline schedule becomes {schedule}" if another and after.pipeline_model_parallel_size > 1 else ""
+        f"; the pipeline schedule becomes {schedule}" if changed and after.pipeline_model_parallel_size > 1 else ""
     )
     return (
         f"--elastic: {before.tensor_model_parallel_size} tensor x {before.pipeline_model_parallel_size} pipeline ranks "
-        f"do not fit {world_size} {_processes(world_size)}; using "
-        f"{after.tensor_model_parallel_size} x {after.pipeline_model_parallel_size} x "
-        f"{world_size // after.replica_size} data{shared}: {reason}. The global batch stays "
-        f"{chosen.optim.global_batch_size}{smaller}{scheduled}."
+        f"do not fit {world_size} {_processes(world_size)}; using {after.tensor_model_parallel_size} x "
+        f"{after.pipeline_model_parallel_size} x {world_size // after.replica_size} data{sequence}: {reason}. The "
+        f"global batch stays {chosen.optim.global_batch_size}{smaller}{scheduled}."
     )
 
 

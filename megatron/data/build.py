@@ -1,4 +1,4 @@
-"""From the data flags to the training, validation and test datasets of a run, and the plan that fixes their order."""
+"""Builds the datasets of a run from the data flags, and the plan that fixes the order of their samples."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from megatron.errors import ConfigError, DataError, MegatronError, joined
 from megatron.secret_text import masked
 
 _SPLIT_NAMES = ("train", "valid", "test")
-# Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", section 6: data that are repeated up to 4 times
-# are worth almost as much as new ones, and after 16 times more passes are worth little.
+# Muennighoff et al. 2023, "Scaling Data-Constrained Language Models", section 6: data repeated up to 4 times is worth
+# almost as much as new data; beyond 16 passes, more repetition is worth little.
 _MOST_USEFUL_PASSES = 16
-_OTHER_FILES = 256  # open besides those of the data: libraries, connections, checkpoints
-_TOKEN_FILES = 2  # tokens and index of a source
-_INDEX_ARRAYS = 3  # of a source in a group; a map holds its file open
+_OTHER_FILES = 256  # open files besides the data: libraries, connections, checkpoints
+_TOKEN_FILES = 2  # per source: tokens and index
+_INDEX_ARRAYS = 3  # per source and group; a memory map holds its file open
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class SplitDatasets:
     """The datasets of a run; a split without samples or without sequences is None or absent.
 
     Args:
-        valid, test: dataset of each named group (`valid`, `test` unless weighted groups have names of their own).
+        valid, test: dataset of each named group (`valid`, `test` unless weighted groups are named).
     """
 
     train: SampleDataset | None
@@ -50,9 +50,9 @@ def build_split_datasets(request: DataRequest) -> tuple[SplitDatasets, DataPlan]
     """Opens the sources and returns the datasets of all splits.
 
     Raises:
-        DataError: a source is missing or damaged or of another layout than --data-impl says, training has no data, or
-            the stored plan belongs to other data.
-        ConfigError: two evaluation groups share a name, or Parquet windows have another length than samples.
+        DataError: a source is missing, damaged or laid out differently than --data-impl specifies, training has no
+            data, or the stored plan belongs to other data.
+        ConfigError: two evaluation groups share a name, or Parquet windows and samples differ in length.
     """
     data, stored, consumed = request.data, request.stored, request.consumed
     sources = DataSources(request)
@@ -61,8 +61,8 @@ def build_split_datasets(request: DataRequest) -> tuple[SplitDatasets, DataPlan]
     current = current.extended(request.samples, sources.map_rows)
     if request.samples[0] and current.train is None:
         _refuse_no_training_data(data)
-    wanted = [*([current.train] if request.samples[0] and current.train else []), *current.valid, *current.test]
-    built = {id(group): _build_group(group, current, sources) for group in wanted if group.samples}
+    groups = [*([current.train] if request.samples[0] and current.train else []), *current.valid, *current.test]
+    built = {id(group): _build_group(group, current, sources) for group in groups if group.samples}
     datasets = SplitDatasets(
         train=built.get(id(current.train)),
         valid={group.name: built[id(group)] for group in current.valid if group.samples},
@@ -72,12 +72,12 @@ def build_split_datasets(request: DataRequest) -> tuple[SplitDatasets, DataPlan]
 
 
 def epoch_samples(request: DataRequest) -> int:
-    """How many samples one pass over the training data makes.
+    """Returns the number of samples in one pass over the training data.
 
-    Of a token file, which is one stream over all passes, the samples that fit into one.
+    A token file is one stream over all passes; its samples are the ones that fit into a single pass.
 
     Raises:
-        ConfigError: several sources are blended, or the data do not fill one sample; or as `build_split_datasets`.
+        ConfigError: several sources are blended, the data does not fill one sample, or as `build_split_datasets`.
         DataError: as `build_split_datasets`.
     """
     sequence_length = request.sequence_length
@@ -87,59 +87,59 @@ def epoch_samples(request: DataRequest) -> int:
     counts = [source.pass_samples(sequence_length) for source in train.sources]
     if len(counts) > 1:
         raise ConfigError(
-            f"--epochs counts passes over one source, and {len(counts)} are blended for training, each of which is "
-            f"passed over as often as its weight says. They have {' + '.join(map(str, counts))} samples; give "
-            f"--train-samples {sum(counts)} for as many as one pass over all."
+            f"--epochs counts passes over one source, but {len(counts)} are blended for training and each is repeated "
+            f"according to its weight. They have {' + '.join(map(str, counts))} samples; use "
+            f"--train-samples {sum(counts)} for as many samples as one pass over all of them."
         )
     if counts[0] == 0:
         raise ConfigError(
-            f"--epochs: the training data {train.sources[0].prefix} have {train.sources[0].tokens} tokens and do not "
-            f"fill one sample of --seq-length {sequence_length}. Use a shorter one."
+            f"--epochs: the training data {train.sources[0].prefix} has {train.sources[0].tokens} tokens, which do not "
+            f"fill one sample of --seq-length {sequence_length}. Use a shorter sequence length."
         )
     return counts[0]
 
 
 def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False) -> list[str]:
-    """A sentence for each validation or test split that was requested and is empty.
+    """Returns a notice for each requested validation or test split that is empty.
 
     Args:
-        is_evaluated: evaluations were asked for, so that there should be something to validate on at all.
+        is_evaluated: evaluation was requested, so a missing validation set is worth a notice, too.
     """
     notices = []
     if is_evaluated and not plan.valid and not data.valid_groups and not (data.data_path and data.split_shares[1]):
         reason = f"--split {shown_split(data.split)} gives it no share" if data.data_path else "none is named"
         notices.append(
-            f"there is no validation data ({reason}), so nothing is validated although --eval-interval or --eval-iters "
-            "is given. Give it a share or data of its own (--valid-data-path), or --eval-iters 0 to evaluate nothing."
+            f"no validation data ({reason}), so validation is skipped although --eval-interval or --eval-iters is "
+            "given. Give it a share or separate data (--valid-data-path), or disable evaluation with --eval-iters 0."
         )
-    for name, share, asked, planned in (
+    for name, share, requested, planned in (
         ("valid", data.split_shares[1], data.valid_groups, plan.valid),
         ("test", data.split_shares[2], data.test_groups, plan.test),
     ):
-        advice = f"Give it data of its own (--{name}-data-path), or --eval-iters 0 to evaluate nothing."
-        for group in asked:
-            if group.name not in [one.name for one in planned]:
+        advice = f"Give it separate data (--{name}-data-path), or disable evaluation with --eval-iters 0."
+        for group in requested:
+            if group.name not in [plan.name for plan in planned]:
                 notices.append(
-                    f"the {name} group {group.name} is empty: no sequence is in the ranges of its sources, so it is "
+                    f"the {name} group {group.name} is empty: the ranges of its sources contain no sequence, so it is "
                     f"not evaluated. Widen the ranges. {advice}"
                 )
-        if data.data_path and share and not asked and not planned:
-            taken = sum(source.last - source.first for source in plan.train.sources) if plan.train else 0
+        if data.data_path and share and not requested and not planned:
+            trained = sum(source.last - source.first for source in plan.train.sources) if plan.train else 0
             notices.append(
                 f"the {name} split is empty: --split {shown_split(data.split)} gives it none of the sequences of "
-                f"--data-path {' '.join(data.data_path)} ({taken} are for training), so it is not evaluated. Use a "
+                f"--data-path {' '.join(data.data_path)} ({trained} are for training), so it is not evaluated. Use a "
                 f"larger share or a corpus with more documents. {advice}"
             )
     return notices
 
 
 def data_fingerprint(data: DataConfig) -> dict[str, Any]:
-    """What identifies the data, for a checkpoint's manifest: sizes and fingerprint per prefix."""
+    """Returns sizes and fingerprint of each prefix, which identify the data in a checkpoint's manifest."""
     return {masked(prefix): dict(source_facts(prefix)) for prefix in data_prefixes(data)}
 
 
 def data_prefixes(data: DataConfig) -> list[str]:
-    """The sources that the data flags name, each once."""
+    """Returns the sources named by the data flags, without duplicates."""
     prefixes = [prefix for _, prefix in read_blend(data.data_path, "--data-path")]
     groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
     prefixes += [entry.prefix for group in groups for entry in group.entries]
@@ -147,12 +147,12 @@ def data_prefixes(data: DataConfig) -> list[str]:
 
 
 def token_file_prefixes(data: DataConfig) -> list[str]:
-    """The same, with both token files of each source of pairs."""
+    """Returns the token files of the sources named by the data flags; a source of pairs has two."""
     return [part for prefix in data_prefixes(data) for part in open_source(prefix).token_files]
 
 
 def check_sources(data: DataConfig, use: SourceUse) -> None:
-    """Checks that the sources exist, so that wrong ones are refused before anything heavy is imported or built.
+    """Checks that the sources exist, before anything heavy is imported or built.
 
     Raises:
         MegatronError: with all problems at once, see `Source.check`.
@@ -166,8 +166,7 @@ def check_sources(data: DataConfig, use: SourceUse) -> None:
         except OSError as failure:
             failures.append(
                 DataError(
-                    f"{masked(prefix)} cannot be read: {failure.strerror} ({failure.filename}). Give data that this "
-                    "user can read."
+                    f"{masked(prefix)} cannot be read: {failure.strerror} ({failure.filename}). Check the permissions."
                 )
             )
     if failures:
@@ -175,7 +174,7 @@ def check_sources(data: DataConfig, use: SourceUse) -> None:
 
 
 def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
-    """One line per source for the log: what the planned order takes from it, in samples, share and epochs."""
+    """Returns a log line per source: the samples, share and epochs that the planned order draws from it."""
     pairs = [(plan.train, datasets.train)]
     pairs += [(group, datasets.valid.get(group.name)) for group in plan.valid]
     pairs += [(group, datasets.test.get(group.name)) for group in plan.test]
@@ -188,15 +187,15 @@ def describe(datasets: SplitDatasets, plan: DataPlan) -> list[str]:
 
 
 @dataclass(frozen=True)
-class TakenSource:
-    """What the newest phase of a plan takes from one source.
+class SourceUsage:
+    """The samples that the newest phase of a plan draws from one source.
 
     Attributes:
         name: the source's name in the log.
-        weight: the share that was asked for.
-        before: samples that earlier phases took.
-        count: samples that this phase takes.
-        ratio: the share that this is.
+        weight: the requested share.
+        before: samples drawn by earlier phases.
+        count: samples drawn by this phase.
+        ratio: the resulting share of this phase.
         epochs: passes over the source at the end, earlier phases included.
     """
 
@@ -209,57 +208,56 @@ class TakenSource:
     epochs: float
 
 
-def taken_sources(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> list[TakenSource]:
-    """What the newest phase of a group takes from each of its sources."""
+def source_usages(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> list[SourceUsage]:
+    """Returns what the newest phase of a group draws from each of its sources."""
     phase = group.phases[-1]
     newest = dataset.newest if isinstance(dataset, PhasedDataset) else dataset
-    taken = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
+    counts = newest.taken if isinstance(newest, BlendedDataset) else (group.length_of(-1),)
     names = group.source_names()
-    taken_of_each = []
-    for member, count in zip(phase.members, taken, strict=True):
+    usages = []
+    for member, count in zip(phase.members, counts, strict=True):
         source, before = group.sources[member.source], phase.consumed_of(member.source)
         epochs = (before + count) * sequence_length / source.tokens
-        ratio = count / max(sum(taken), 1)
-        taken_of_each.append(TakenSource(source, names[member.source], member.weight, before, count, ratio, epochs))
-    return taken_of_each
+        ratio = count / max(sum(counts), 1)
+        usages.append(SourceUsage(source, names[member.source], member.weight, before, count, ratio, epochs))
+    return usages
 
 
-def repetition_notices(taken: Iterable[TakenSource], sequence_length: int) -> Iterator[str]:
-    """A sentence for each source of the training data that does not fill a sample, or is repeated very often."""
-    for part in taken:
-        source = part.source
-        if part.epochs <= 1:
+def repetition_notices(usages: Iterable[SourceUsage], sequence_length: int) -> Iterator[str]:
+    """Yields a notice for each source of the training data that does not fill a sample or is repeated very often."""
+    for usage in usages:
+        source = usage.source
+        if usage.epochs <= 1:
             continue
-        shown, advice = f"{part.epochs:,.0f} times", "Use more text or train for fewer samples."
+        repeats, advice = f"{usage.epochs:,.0f} times", "Use more text or train for fewer samples."
         if source.pass_samples(sequence_length) < 1:
             yield (
-                f"the training data {source.prefix} have {source.tokens:,} tokens, which do not fill one sample of "
-                f"--seq-length {sequence_length}: they are repeated {shown}, several times in each sample. {advice} A "
-                "shorter --seq-length fits short texts."
+                f"the training data {source.prefix} has {source.tokens:,} tokens, which do not fill one sample of "
+                f"--seq-length {sequence_length}: they are repeated {repeats}, several times in each sample. {advice} "
+                "A shorter --seq-length suits short texts."
             )
-        elif part.epochs > _MOST_USEFUL_PASSES:
+        elif usage.epochs > _MOST_USEFUL_PASSES:
             yield (
-                f"the {source.tokens:,} tokens of the training data {source.prefix} are repeated {shown} in this run. "
-                f"After about {_MOST_USEFUL_PASSES} times a network learns little more from a text than to recite it. "
-                f"{advice}"
+                f"the {source.tokens:,} tokens of the training data {source.prefix} are repeated {repeats} in this "
+                f"run. After about {_MOST_USEFUL_PASSES} passes a model mostly memorizes the text. {advice}"
             )
 
 
 def _described(group: GroupPlan, dataset: SampleDataset, sequence_length: int) -> Iterator[str]:
     phase = group.phases[-1]
     name = f"{group.name} from sample {phase.first:,} on" if phase.first else group.name
-    for taken in taken_sources(group, dataset, sequence_length):
-        source = taken.source
+    for usage in source_usages(group, dataset, sequence_length):
+        source = usage.source
         size = f"{source.last - source.first:,} rows" if source.is_rows else f"{source.tokens:,} tokens"
         if source.is_mapped:
             size = f"{source.pass_samples(sequence_length):,} samples"
         yield (
             f"{name}: {source.prefix}"
-            + (f" (in the log: {taken.name})" if taken.name != PurePath(source.prefix).name else "")
-            + f" [{source.first}, {source.last}): {taken.count:,} samples "
-            f"({taken.ratio:.2%}, asked {taken.weight:.2%})"
-            + (f" after {taken.before:,}" if taken.before else "")
-            + f", {taken.epochs:.2f} epochs of {size}"
+            + (f" (in the log: {usage.name})" if usage.name != PurePath(source.prefix).name else "")
+            + f" [{source.first}, {source.last}): {usage.count:,} samples "
+            f"({usage.ratio:.2%}, target {usage.weight:.2%})"
+            + (f" after {usage.before:,}" if usage.before else "")
+            + f", {usage.epochs:.2f} epochs of {size}"
         )
 
 
@@ -280,13 +278,13 @@ class DataSources:
         return self._sources[prefix]
 
     def map_rows(self, planned: SourcePlan, samples: int, seed: int) -> int:
-        """The samples that the map of a source of sentences has, see `MapRows`."""
+        """Returns the number of samples in the sentence map of a source, see `MapRows`."""
         return self[planned.prefix].map_rows(planned, samples, seed)
 
 
 @dataclass(frozen=True)
 class _Range:
-    """Sequences [first, last) of a token file with a weight that is not normalised yet, 0 for its tokens."""
+    """Sequences [first, last) of a token file and their weight, not normalised yet; 0 means their number of tokens."""
 
     prefix: str
     weight: float
@@ -295,7 +293,7 @@ class _Range:
 
 
 def _fresh_plan(sources: DataSources) -> DataPlan:
-    """The plan of a new run, before it is extended to any samples."""
+    """Returns the plan of a new run, before it is extended to any samples."""
     data = sources.request.data
     groups = {
         "train": _weighted_groups(data.train_groups, sources),
@@ -311,7 +309,7 @@ def _fresh_plan(sources: DataSources) -> DataPlan:
 
 
 def _cut_groups(data: DataConfig, sources: DataSources) -> dict[str, list[GroupPlan]]:
-    """One group per split, each source of `--data-path` cut by `--split`."""
+    """Returns one group per split, each source of `--data-path` cut by `--split`."""
     pairs = read_blend(data.data_path, "--data-path")
     ranges: dict[str, list[_Range]] = {name: [] for name in _SPLIT_NAMES}
     for weight, prefix in pairs:
@@ -328,7 +326,7 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
     names = [group.name for group in groups]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"The weighted groups {', '.join(names)} share a name; give each evaluation group a name of its own."
+            f"The weighted groups {', '.join(names)} share a name; give each evaluation group a unique name."
         )
     for group in groups:
         ranges = [
@@ -342,45 +340,45 @@ def _weighted_groups(groups: Sequence[WeightedGroup], sources: DataSources) -> l
 
 
 def _group(name: str, blended: bool, ranges: Sequence[_Range], sources: DataSources) -> GroupPlan | None:
-    """A group without its empty sources, the weights of the others summing to 1; None if all are empty.
+    """Returns a group without its empty sources, the other weights summing to 1; None if all sources are empty.
 
-    A range whose documents are all empty is one of them. Ranges without weights are weighed by their tokens.
+    A range whose documents are all empty counts as empty. Ranges without weights are weighted by their tokens.
     """
     plans = [
-        sources[part.prefix].plan(part.first, part.last, name) if part.first < part.last else None for part in ranges
+        sources[span.prefix].plan(span.first, span.last, name) if span.first < span.last else None for span in ranges
     ]
     planned = tuple(plan for plan in plans if plan is not None and plan.tokens)
     weights: list[float] = []
-    for part, plan in zip(ranges, plans, strict=True):
+    for span, plan in zip(ranges, plans, strict=True):
         if plan is not None and plan.tokens:
-            weights.append(part.weight or plan.tokens)
+            weights.append(span.weight or plan.tokens)
         elif any(plans):
             log.warning(
-                f"{name}: {part.prefix} has no tokens in its range [{part.first}, {part.last}); it is left out"
-                + (f" and its weight {part.weight:g} is shared by the others." if planned and part.weight else ".")
+                f"{name}: {span.prefix} has no tokens in its range [{span.first}, {span.last}) and is skipped"
+                + (f"; its weight {span.weight:g} is shared by the others." if planned and span.weight else ".")
             )
-    members = tuple(PhaseMember(place, weight / sum(weights)) for place, weight in enumerate(weights))
+    members = tuple(PhaseMember(index, weight / sum(weights)) for index, weight in enumerate(weights))
     return GroupPlan(name, planned, (Phase(0, members, blended=blended),)) if planned else None
 
 
 def _refuse_no_training_data(data: DataConfig) -> NoReturn:
     if not (data.data_path or data.train_groups):
-        raise DataError("There is no training data. Name it with --data-path PREFIX.")
-    asked = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
+        raise DataError("No training data. Name it with --data-path PREFIX.")
+    flags = f"--data-path {' '.join(data.data_path)} with --split {shown_split(data.split)}"
     raise DataError(
-        f"No tokens are left for training: {asked} gives the training range none. Use a larger share or a corpus "
+        f"No tokens are left for training: {flags} gives the training range none. Use a larger share or a corpus "
         "with more documents."
     )
 
 
 def _build_group(group: GroupPlan, plan: DataPlan, sources: DataSources) -> SampleDataset:
-    """The samples of a group; of phases that ended before the consumed samples, only their positions."""
+    """Builds the dataset of a group; phases that ended before the consumed samples keep only their positions."""
     firsts = [phase.first for phase in group.phases]
     last = len(firsts) - 1
     opened = [number for number in range(last) if firsts[number + 1] > sources.request.consumed]
-    places = sorted({member.source for number in (*opened, last) for member in group.phases[number].members})
-    planned = {place: group.sources[place] for place in places}
-    parts = {place: sources[part.prefix].dataset(part, group, plan) for place, part in planned.items()}
+    used = sorted({member.source for number in (*opened, last) for member in group.phases[number].members})
+    planned = {index: group.sources[index] for index in used}
+    parts = {index: sources[source.prefix].dataset(source, group, plan) for index, source in planned.items()}
     newest = _build_phase(group, last, parts, sources)
     if last == 0:
         return newest
@@ -402,16 +400,16 @@ def _build_phase(
 
     cache = sources[members[0].prefix].cache
     arrays = cache.arrays("blend", {"weights": phase.weights, "samples": length}, make)
-    places = [member.source for member in phase.members]
-    firsts = [phase.consumed_of(place) for place in places]
-    return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, places)
+    indices = [member.source for member in phase.members]
+    firsts = [phase.consumed_of(index) for index in indices]
+    return BlendedDataset(members, arrays["source"], arrays["sample"], firsts, indices)
 
 
 def split_boundaries(shares: tuple[float, float, float], size: int) -> tuple[int, int, int, int]:
     """Cuts `size` sequences into three consecutive ranges: [b0, b1), [b1, b2), [b2, b3).
 
-    Rounding leaves a surplus or a gap at the end, which is taken from all three upper boundaries. Those that this
-    would push outside the file are clipped to it.
+    The surplus or gap that rounding leaves at the end is subtracted from all three upper boundaries, which are then
+    clipped to the file.
 
     Args:
         shares: of training, validation and test, summing to 1.
@@ -428,34 +426,34 @@ def split_boundaries(shares: tuple[float, float, float], size: int) -> tuple[int
 
 
 def fraction_range(start: float, stop: float, size: int) -> tuple[int, int]:
-    """The sequences that `START:STOP` of a weighted split path names."""
+    """Returns the sequences that `START:STOP` of a weighted split path selects."""
     return round(start * size), round(stop * size)
 
 
 def uses_of(data: DataConfig) -> int:
-    """The sources of every group added up; the sources of --data-path are in each of the three splits."""
+    """Returns the number of sources summed over all groups; those in --data-path count for each of three splits."""
     groups = (*data.train_groups, *data.valid_groups, *data.test_groups)
     return 3 * len(read_blend(data.data_path, "--data-path")) + sum(len(group.entries) for group in groups)
 
 
 def allow_open_files(sources: int, uses: int) -> None:
-    """Raises this process's limit of open files as far as the system allows; warns if that may be too few.
+    """Raises this process's limit of open files as far as the system allows; warns if that may be too low.
 
     Args:
-        sources: different prefixes.
-        uses: sources summed over all groups that are trained on, validated or tested with.
+        sources: number of distinct prefixes.
+        uses: number of sources summed over all training, validation and test groups.
     """
     needed = _TOKEN_FILES * sources + _INDEX_ARRAYS * uses + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return
     if soft != hard:
-        for wanted in (hard, needed):  # some systems take no infinite limit, though they report one
+        for limit in (hard, needed):  # some systems reject an infinite limit, although they report one
             with contextlib.suppress(ValueError, OSError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
                 break
     if hard != resource.RLIM_INFINITY and hard < needed:
         log.warning(
-            f"the data may take {needed} open files and this system allows {hard}: if it says that too many files are "
-            "open, raise the limit (ulimit -Hn) or merge some sources with tools/merge_preprocessed_data.py."
+            f"the data may need {needed} open files and this system allows {hard}: on an error about too many open "
+            "files, raise the limit (ulimit -Hn) or merge some sources with tools/merge_preprocessed_data.py."
         )

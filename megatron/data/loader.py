@@ -1,4 +1,4 @@
-"""Samples to batches: which rank gets which samples of a global batch, and reading the next one ahead.
+"""Batches from samples: distributes a global batch over the ranks and reads the next one ahead.
 
 The samples of a global batch are fixed by its first sample and its size alone; data-parallel size and micro-batch size
 only distribute them.
@@ -18,29 +18,30 @@ from megatron.data.datasets.sample import Sample, SampleDataset
 from megatron.data.read_ahead import PendingRead, ReadAhead
 from megatron.errors import ConfigError, DataError
 
-_Wanted = tuple[int, int, "int | None"]  # first sample, global batch size, and the sample where the data ends
+_BatchRange = tuple[int, int, "int | None"]  # first sample, global batch size, and the sample where the data ends
 
-# What is read ahead at a time: this many global batches, or fewer, of about as many tokens. Of small batches one takes
-# less time than waking the thread, and than its first steps with cold caches.
+# Read ahead at a time: up to this many global batches, of about this many tokens in all. Reading one small batch takes
+# less time than waking the thread and warming its caches.
 _MOST_AHEAD_BATCHES = 8
 _AHEAD_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank.
+    """One micro batch of one rank.
 
     Shapes:
-        tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], how much each label counts.
-        sample_ids: int64 [b], number of each sample in the order of the whole run.
+        tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], weight of each label.
+        sample_ids: int64 [b], index of each sample in the order of the whole run.
         segment_ids: int64 [b, s], 0 for the first document of a sample, or None if documents are not separated.
-        source_ids: int64 [b], which source of the blend each sample comes from, or None unless they were asked for.
-        prefix_mask: bool [b, s], which inputs all tokens of their segment may attend to, or None unless asked for.
-        token_types: int64 [b, s], which part of its sample each token belongs to, or None if samples have no parts.
-        predicted: int64 [b, m], the places of each sample that have a loss, in ascending order, filled up to the fixed
-            m (`BatchOptions.predictions`) with place 0, which never has one; or None unless asked for.
-        swapped: int64 [b], 1 where the two parts of a sample are in the wrong order, 0 where they are not and -1 where
-            a sample is padding; or None if samples have no such parts.
+        source_ids: int64 [b], index of each sample's source in the blend; None unless `BatchOptions.sources`.
+        prefix_mask: bool [b, s], inputs that all tokens of their segment may attend to; None unless
+            `BatchOptions.prefixes`.
+        token_types: int64 [b, s], index of the part that each token belongs to, or None if samples have no parts.
+        predicted: int64 [b, m], positions with a loss in ascending order, padded to the fixed
+            m (`BatchOptions.predictions`) with position 0, which never has a loss; None unless requested.
+        swapped: int64 [b], 1 where the two parts of a sample are in the wrong order, 0 where they are not, -1 for
+            padding; None if samples have no such parts.
     """
 
     tokens: np.ndarray
@@ -61,16 +62,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """What a batch consists of besides its tokens.
+    """The contents of a batch besides its tokens.
 
     Args:
-        eod_id: the end-of-document token; needed for the two options below.
+        eod_id: the end-of-document token; required by `eod_mask_loss` and `segments`.
         vocab_size: ids must be below it; None leaves them unchecked.
         eod_mask_loss: no loss where the input token is end-of-document.
-        segments: whether batches carry segment ids (`--reset-position-ids`, `--reset-attention-mask`, packed examples).
-        prefixes: whether batches carry prefix masks.
-        sources: whether batches carry source ids (`--log-per-source-loss`).
-        predictions: how many places of a sample may have a loss, if batches are to carry these places.
+        segments: add segment ids (`--reset-position-ids`, `--reset-attention-mask`, packed examples).
+        prefixes: add prefix masks.
+        sources: add source ids (`--log-per-source-loss`).
+        predictions: add the positions that have a loss, at most this many per sample.
     """
 
     eod_id: int | None = None
@@ -84,29 +85,29 @@ class BatchOptions:
     def __post_init__(self) -> None:
         if self.eod_id is None and (self.eod_mask_loss or self.segments):
             raise ConfigError(
-                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask need an end-of-document token, "
-                "which the tokenizer does not have. Leave them off or use a tokenizer that defines one."
+                "--eod-mask-loss, --reset-position-ids and --reset-attention-mask require an end-of-document token, "
+                "which the tokenizer does not have. Remove them or use a tokenizer that defines one."
             )
 
 
 def first_samples(
     first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """The first sample of each of a rank's micro-batches, see `MicroBatches`."""
+    """Returns the first sample of each micro batch of a rank, see `MicroBatches`."""
     first = first_sample + dp_rank * micro_batch_size
     return range(first, first_sample + global_batch_size, micro_batch_size * dp_size)
 
 
 class MicroBatches:
-    """This rank's micro-batches of one global batch: samples [first_sample, first_sample + global_batch_size).
+    """This rank's micro batches of one global batch: samples [first_sample, first_sample + global_batch_size).
 
     In micro step m, rank r owns the `micro_batch_size` samples from `first_sample + (m * dp_size + r) *
-    micro_batch_size`. Samples from `stop_sample` on do not exist: they are filled with padding that has no loss (the
-    last batch of an evaluation).
+    micro_batch_size`. Samples from `stop_sample` on do not exist: they are replaced by padding without loss (the last
+    batch of an evaluation).
 
     Raises:
         ConfigError: the global batch cannot be divided evenly.
-        DataError: on iteration, when a sample is beyond the plan or has a token id that the vocabulary does not.
+        DataError: on iteration, if a sample is beyond the plan or has a token id outside the vocabulary.
     """
 
     def __init__(
@@ -151,9 +152,9 @@ class MicroBatches:
             rows += [_padding_like(row, self.options.eod_id or 0)] * missing
         tokens, labels = self._tokens(rows, first)
         mask = np.ones(tokens.shape, np.float32)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if row.loss_mask is not None:
-                mask[place] = row.loss_mask
+                mask[index] = row.loss_mask
         if self.options.eod_mask_loss:
             mask[tokens == self.options.eod_id] = 0.0
         mask[len(numbers) - missing :] = 0.0
@@ -166,15 +167,15 @@ class MicroBatches:
             source_ids=np.array(sources + [0] * missing, np.int64) if self.options.sources else None,
             prefix_mask=_stacked_prefixes(rows) if self.options.prefixes else None,
             token_types=_stacked([row.token_types for row in rows]),
-            predicted=None if self.options.predictions is None else predicted_places(mask, self.options.predictions),
+            predicted=None if self.options.predictions is None else predicted_positions(mask, self.options.predictions),
             swapped=_stacked_orders(rows, missing),
         )
-        _ = batch.counted_labels  # here, where nobody waits for it
+        _ = batch.counted_labels  # cached here, in the thread that reads ahead
         return batch
 
     def _tokens(self, rows: Sequence[Sample], first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and labels of samples. Shapes: both int64 [b, s]."""
-        text = np.stack([row.tokens for row in rows])  # [b, s + 1], or [b, s] if they have labels
+        """Returns inputs and labels. Shapes: both int64 [b, s]."""
+        text = np.stack([row.tokens for row in rows])  # [b, s + 1], or [b, s] for samples with labels
         labels = _stacked([row.labels for row in rows])
         self._check_ids(text, first)
         if labels is None:
@@ -183,11 +184,11 @@ class MicroBatches:
         return text, labels
 
     def _segment_ids(self, rows: Sequence[Sample], tokens: np.ndarray) -> np.ndarray:
-        """The segments of samples that say them themselves, and of the others the documents inside each."""
+        # Samples without segment ids get one segment per document.
         return np.stack(
             [
-                segment_ids(of_row[None], self.options.eod_id)[0] if row.segment_ids is None else row.segment_ids
-                for row, of_row in zip(rows, tokens, strict=True)
+                segment_ids(ids[None], self.options.eod_id)[0] if row.segment_ids is None else row.segment_ids
+                for row, ids in zip(rows, tokens, strict=True)
             ]
         )
 
@@ -206,17 +207,14 @@ class MicroBatches:
         row, position = (int(value) for value in np.argwhere((text >= limit) | (text < 0))[0])
         raise DataError(
             f"{self.dataset.locate(first + row, position)} has id {int(text[row, position])}, but the vocabulary has "
-            f"{limit} entries. The data was made with another tokenizer, or it is damaged."
+            f"{limit} entries. The data was tokenized by another tokenizer, or it is damaged."
         )
 
 
 def _padding_like(row: Sample, token: int) -> Sample:
-    """A sample without loss that has the fields of another one, and is one document.
-
-    Were each of its tokens, which end documents, a document of its own, attention would be computed in calls of one
-    token.
-    """
+    """Returns a sample without loss that has the fields of another one."""
     tokens = np.full_like(row.tokens, token)
+    # One segment: were each end-of-document token a document, attention would be computed one token per call.
     if row.labels is None:
         return Sample(tokens, segment_ids=np.zeros_like(tokens[:-1]))
     types = None if row.token_types is None else np.zeros_like(row.token_types)
@@ -225,13 +223,13 @@ def _padding_like(row: Sample, token: int) -> Sample:
 
 
 def _stacked(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """A field of all samples, or None if they do not have it. Shapes: each [s]; result [b, s]."""
+    """Stacks a field of all samples; None if they do not have it. Shapes: each [s]; result [b, s]."""
     present = [array for array in arrays if array is not None]
     return np.stack(present) if len(present) == len(arrays) else None
 
 
 def _stacked_orders(rows: Sequence[Sample], padding: int) -> np.ndarray | None:
-    """Whether the parts of each sample are swapped, -1 for the last samples, which are padding."""
+    """Returns 1 for each sample with swapped parts, 0 for the others, -1 for the `padding` samples at the end."""
     orders = [row.is_swapped for row in rows if row.is_swapped is not None]
     if not orders:
         return None
@@ -239,34 +237,34 @@ def _stacked_orders(rows: Sequence[Sample], padding: int) -> np.ndarray | None:
 
 
 def _stacked_prefixes(rows: Sequence[Sample]) -> np.ndarray:
-    """The prefix masks of samples; one without a mask has no prefix. Shapes: result bool [b, s]."""
+    """Stacks the prefix masks; a sample without one has no prefix. Shapes: result bool [b, s]."""
     prefixes = np.zeros((len(rows), len(rows[0].tokens) - 1), np.bool_)
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if row.prefix_mask is not None:
-            prefixes[place] = row.prefix_mask
+            prefixes[index] = row.prefix_mask
     return prefixes
 
 
-def predicted_places(loss_mask: np.ndarray, most: int) -> np.ndarray:
-    """The places of each sample that have a loss, filled up with place 0.
+def predicted_positions(loss_mask: np.ndarray, most: int) -> np.ndarray:
+    """Returns the positions of each sample that have a loss, padded with position 0.
 
     Shapes:
         loss_mask: [b, s]; result: int64 [b, most].
 
     Raises:
-        DataError: a sample has more of them, or place 0, which means none, is one of them.
+        DataError: a sample has more than `most` of them, or position 0, which stands for none, is one of them.
     """
     has_loss = loss_mask != 0
     counts = has_loss.sum(axis=1)
     if counts.max() > most or has_loss[:, 0].any():
         raise DataError(
-            f"A sample has {counts.max()} tokens to be predicted and {most} were planned for, or its first token is "
-            "one of them. This is an error of the dataset, not of the data; please report it."
+            f"A sample has {counts.max()} tokens to predict, expected at most {most} and not the first token. This is "
+            "a bug in the dataset class, not in the data; please report it."
         )
-    places = np.zeros((len(loss_mask), most), np.int64)
+    positions = np.zeros((len(loss_mask), most), np.int64)
     rows, columns = np.nonzero(has_loss)
-    places[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = columns
-    return places
+    positions[rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)] = columns
+    return positions
 
 
 def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
@@ -280,13 +278,13 @@ def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
 
 
 class BatchLoader:
-    """Yields the micro batches of one global batch after another, reading the likely next ones in a thread meanwhile.
+    """Yields the micro batches of one global batch after another and reads the likely next ones in a thread.
 
-    The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; that batch is then read on demand.
-    An error met while reading ahead is raised when its batch is requested, not before.
+    The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; such a batch is read on demand.
+    An error during read-ahead is raised when its batch is requested, not before.
 
     Args:
-        ahead: the thread that reads ahead, which several loaders may share; None reads every batch when it is needed.
+        ahead: the thread that reads ahead, which several loaders may share; None reads every batch on demand.
     """
 
     def __init__(
@@ -304,7 +302,7 @@ class BatchLoader:
             MicroBatches, micro_batch_size=micro_batch_size, dp_rank=dp_rank, dp_size=dp_size, options=options
         )
         self.ahead = ahead
-        self._reading: deque[tuple[_Wanted, PendingRead[Batch]]] = deque()
+        self._pending: deque[tuple[_BatchRange, PendingRead[Batch]]] = deque()
 
     def __enter__(self) -> BatchLoader:
         return self
@@ -315,58 +313,56 @@ class BatchLoader:
         self.close()
 
     def micro_batches(self, first_sample: int, global_batch_size: int, stop_sample: int | None = None) -> list[Batch]:
-        """This rank's micro-batches of the samples [first_sample, first_sample + global_batch_size).
+        """Returns this rank's micro batches of the samples [first_sample, first_sample + global_batch_size).
 
         Raises:
             ConfigError, DataError: see `MicroBatches`.
-            StorageError: the thread that reads ahead ended.
+            StorageError: the read-ahead thread exited.
         """
-        wanted = (first_sample, global_batch_size, stop_sample)
-        if self._reading and self._reading[0][0] == wanted:
-            batches = self._reading.popleft()[1].result()
+        requested = (first_sample, global_batch_size, stop_sample)
+        if self._pending and self._pending[0][0] == requested:
+            batches = self._pending.popleft()[1].result()
         else:
             self._cancel()
-            batches = list(self._micro_batches(wanted))
-        if self.ahead is not None and not self._reading:
-            self._read_ahead(self.ahead, wanted, sum(batch.tokens.size for batch in batches))
+            batches = list(self._micro_batches(requested))
+        if self.ahead is not None and not self._pending:
+            self._read_ahead(self.ahead, requested, sum(batch.tokens.size for batch in batches))
         return batches
 
     def read_from(self, dataset: SampleDataset) -> None:
-        """Reads other samples from now on.
+        """Switches to another dataset.
 
         Raises:
-            StorageError: the thread that reads ahead ended.
+            StorageError: the read-ahead thread exited.
         """
         self._cancel()
         self.dataset = dataset
 
     def close(self) -> None:
-        """Abandons what is being read ahead."""
-        for _, reading in self._reading:
-            reading.abandon()
-        self._reading.clear()
+        """Abandons all pending reads."""
+        for _, read in self._pending:
+            read.abandon()
+        self._pending.clear()
 
     def _cancel(self) -> None:
-        """Abandons what is being read ahead, and waits until the thread no longer uses the dataset."""
-        given_up = [reading for _, reading in self._reading]
+        """Abandons all pending reads and waits until the thread no longer uses the dataset."""
+        abandoned = [read for _, read in self._pending]
         self.close()
-        for reading in given_up:
-            reading.cancel()
+        for read in abandoned:
+            read.cancel()
 
-    def _read_ahead(self, ahead: ReadAhead, last: _Wanted, tokens: int) -> None:
-        """Has the thread read the batches that are expected to be wanted after one of this many tokens, unless they are
-        past the end.
-        """
+    def _read_ahead(self, ahead: ReadAhead, last: _BatchRange, tokens: int) -> None:
+        """Submits the batches that are expected after `last`, a batch of `tokens` tokens, up to the end of the data."""
         first, size, stop = last
         for _ in range(max(1, min(_MOST_AHEAD_BATCHES, _AHEAD_TOKENS // max(1, tokens)))):
             first += size
             exists = first + size <= len(self.dataset) if stop is None else first < stop
-            wanted = (first, size, stop)
-            reading = ahead.submit(self._micro_batches(wanted)) if exists else None
-            if reading is None:
+            following = (first, size, stop)
+            read = ahead.submit(self._micro_batches(following)) if exists else None
+            if read is None:
                 return
-            self._reading.append((wanted, reading))
+            self._pending.append((following, read))
 
-    def _micro_batches(self, wanted: _Wanted) -> MicroBatches:
-        first, size, stop = wanted
+    def _micro_batches(self, samples: _BatchRange) -> MicroBatches:
+        first, size, stop = samples
         return self._share(self.dataset, first_sample=first, global_batch_size=size, stop_sample=stop)

@@ -1,4 +1,4 @@
-"""The one thread of a run that reads data ahead, and how requests and results change hands."""
+"""The thread of a run that reads data ahead, and the requests and results it exchanges with the training thread."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ Item = TypeVar("Item")
 
 _START_SECONDS = 10.0
 _CLOSE_SECONDS = 10.0
-_CHECK_SECONDS = 0.5  # between two looks at whether the thread still runs
+_CHECK_SECONDS = 0.5  # between two checks that the thread is alive
 
 
 class ReadAhead:
-    """A thread that turns iterables into lists, one after the other, in the order they were submitted.
+    """A thread that turns iterables into lists, one after another, in the order of submission.
 
-    It starts with the first request. `threading.Thread` is not used: its `start` waits forever for a thread that ran
-    out of memory before its first line. If no thread can be started, a warning says so once, and every request is
-    refused from then on.
+    It starts with the first request. If no thread can be started, a warning is logged once and every request is
+    refused.
     """
 
     def __init__(self) -> None:
@@ -35,17 +34,17 @@ class ReadAhead:
         self._failure: BaseException | None = None
 
     def submit(self, source: Iterable[Item]) -> PendingRead[Item] | None:
-        """Starts reading `source` in the thread; None if there is no thread to read it."""
+        """Queues `source` to be read by the thread; returns None if no thread is running."""
         if not self._is_started:
             self._start()
         if not self._is_usable:
             return None
-        reading = PendingRead(self, source)
-        self._requests.put(reading)
-        return reading
+        read = PendingRead(self, source)
+        self._requests.put(read)
+        return read
 
     def close(self) -> None:
-        """Ends the thread after the reading it is at; one that is stuck in a read is left behind with a warning."""
+        """Stops the thread after its current read; one stuck in a read is abandoned with a warning."""
         if not self._is_started or not self._is_usable:
             return
         self._is_usable = False
@@ -53,51 +52,53 @@ class ReadAhead:
         if self._ended.acquire(timeout=_CLOSE_SECONDS):
             self._ended.release()
         else:
-            log.warning(f"the thread that reads data ahead did not end within {_CLOSE_SECONDS:g} s and is left behind.")
+            log.warning(f"the read-ahead thread did not exit within {_CLOSE_SECONDS:g} s and is abandoned.")
 
     def check(self) -> None:
-        """Checks that the thread still runs.
+        """Checks that the thread is alive.
 
         Raises:
-            StorageError: it ended.
+            StorageError: it exited.
         """
         if not self._ended.acquire(blocking=False):
             return
-        self._ended.release()  # for those that ask later
+        self._ended.release()  # for later checks
         reason = "without an error" if self._failure is None else f"with {_described(self._failure)}"
         raise StorageError(
-            f"The thread that reads data ahead ended {reason}. Free memory if that is what it lacked, or read without "
-            "it (--num-workers 0); then resume from the last checkpoint (--load)."
+            f"The read-ahead thread exited {reason}. Free memory if it ran out, or disable the thread "
+            "(--num-workers 0); then resume from the last checkpoint (--load)."
         ) from self._failure
 
     def _start(self) -> None:
         self._is_started = True
         try:
+            # Not `threading.Thread`: its `start` waits forever for a thread that ran out of memory before its first
+            # line.
             _thread.start_new_thread(self._serve, ())
-            reason = "" if self._started.acquire(timeout=_START_SECONDS) else "it did not begin to run"
+            reason = "" if self._started.acquire(timeout=_START_SECONDS) else "it did not start running"
         except (RuntimeError, MemoryError) as failure:
             reason = str(failure) or type(failure).__name__
         if reason:
             self._is_usable = False
-            self._requests.put(None)  # for a thread that begins to run after all
+            self._requests.put(None)  # for a thread that starts running after all
             log.warning(
-                f"no thread could be started to read data ahead ({reason}): batches are read when they are needed, "
-                "which may be slower. Raise the limits on memory and processes, or give --num-workers 0."
+                f"the read-ahead thread could not be started ({reason}): batches are read on demand, which may be "
+                "slower. Raise the limits on memory and processes, or set --num-workers 0."
             )
 
     def _serve(self) -> None:
         try:
             self._started.release()
-            while (reading := self._requests.get()) is not None:
-                reading.read()
-        except BaseException as failure:  # raised where the next result is asked for
+            while (pending := self._requests.get()) is not None:
+                pending.read()
+        except BaseException as failure:  # raised where the next result is requested
             self._failure = failure
         finally:
             self._ended.release()
 
 
 class PendingRead(Generic[Item]):
-    """An iterable that is being read by the thread."""
+    """An iterable that the thread reads."""
 
     def __init__(self, thread: ReadAhead, source: Iterable[Item]) -> None:
         self._thread = thread
@@ -111,8 +112,8 @@ class PendingRead(Generic[Item]):
         """Waits for the items.
 
         Raises:
-            StorageError: the thread ended, or ran out of memory.
-            Exception: what reading raised.
+            StorageError: the thread exited or ran out of memory.
+            Exception: whatever the read raised.
         """
         self._wait()
         if self._failure is None:
@@ -120,15 +121,15 @@ class PendingRead(Generic[Item]):
         if isinstance(self._failure, Exception) and not isinstance(self._failure, MemoryError):
             raise self._failure
         raise StorageError(
-            f"Reading data ahead failed with {_described(self._failure)}. Free memory if that is what it lacked, or "
-            "read without a thread (--num-workers 0); then resume from the last checkpoint (--load)."
+            f"Reading data ahead failed with {_described(self._failure)}. Free memory if it ran out, or disable the "
+            "thread (--num-workers 0); then resume from the last checkpoint (--load)."
         ) from self._failure
 
     def cancel(self) -> None:
         """Abandons the rest and waits until the thread no longer uses the source.
 
         Raises:
-            StorageError: the thread ended.
+            StorageError: the thread exited.
         """
         self._is_cancelled = True
         self._wait()
@@ -138,14 +139,14 @@ class PendingRead(Generic[Item]):
         self._is_cancelled = True
 
     def read(self) -> None:
-        """Reads the items; called by the thread. Hands over without allocating memory, which may be what is lacking."""
+        """Reads the items; called by the thread."""
         try:
             if not self._is_cancelled:
                 for item in self._source:
                     self._items.append(item)
                     if self._is_cancelled:
                         break
-        except BaseException as failure:  # raised in the thread that asks for the result
+        except BaseException as failure:  # raised by `result`
             self._failure = failure
         finally:
             self._done.release()
@@ -157,7 +158,7 @@ class PendingRead(Generic[Item]):
 
 
 def _taken_lock() -> threading.Lock:
-    """A lock that is released once, when something has happened: unlike an event, that takes no memory."""
+    """Returns an acquired lock; its release signals an event without allocating memory, which may have run out."""
     lock = threading.Lock()
     lock.acquire()
     return lock

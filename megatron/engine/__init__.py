@@ -1,4 +1,4 @@
-"""Training steps: a network, an objective and a mesh to optimizer updates, and optimizer state as named pieces.
+"""Training steps of any network and objective on a mesh, and the optimizer state as named pieces.
 
-Only this package imports deepspeed. It knows no particular network and no particular objective.
+Only this package imports deepspeed.
 """

@@ -1,6 +1,4 @@
-"""Initializes DeepSpeed on the mesh's process groups with a torch optimizer, silences its set-up output, and times its
-messages.
-"""
+"""Initialization of DeepSpeed on the mesh's process groups with a torch optimizer, and timing of its messages."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_shared_memory_build,
 )
 from megatron.engine.ds_config import without_ratio
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan
 from megatron.errors import ConfigError
@@ -41,9 +39,9 @@ from megatron.parallel.shard_spec import shard_spec_of
 _TRANSFERS = frozenset({"send", "recv", "isend", "irecv"})
 _COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce", "broadcast")
 
-# Warnings that torch prints at every step of some layouts because of how DeepSpeed uses it: pipeline stages exchange
-# activations inside a backward pass (gradients cross stages explicitly, so none is lost; tests/parity checks that), and
-# DeepSpeed calls functions that torch has renamed.
+# Warnings that torch prints at every step of some layouts: DeepSpeed's pipeline stages exchange activations inside a
+# backward pass (gradients cross stages explicitly, so none is lost; see tests/parity), and DeepSpeed calls functions
+# that torch has renamed.
 _HARMLESS_WARNINGS = (
     r"c10d::broadcast_: an autograd kernel was not registered",
     r"`torch\.distributed\.all_gather_into_tensor` is deprecated",
@@ -52,7 +50,7 @@ _HARMLESS_WARNINGS = (
 
 
 def join_deepspeed() -> None:
-    """Lets DeepSpeed use the process groups that the mesh opened; idempotent."""
+    """Initializes DeepSpeed's communication on the process groups of the mesh; idempotent."""
     skip_shared_memory_build()
     skip_optimizer_check()
     keep_compiler_unloaded()
@@ -67,7 +65,7 @@ def initialize(
     plan: OptimizerPlan[Any],
     mesh: ParallelMesh,
     module: nn.Module,
-    freezing: Freezing,
+    freezing: FreezeSpec,
     tied: Sequence[nn.Parameter] = (),
 ) -> Any:
     """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied`."""
@@ -82,8 +80,8 @@ def initialize(
     optimizer = build_optimizer(plan, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     with_experts = optimizers_for_experts(has_experts and stage > 0)
-    # DeepSpeed flattens parameters and keeps views of them. With autograd on, these would hold the nodes that
-    # accumulate gradients for good, on the stream of this call, and a capture as a CUDA graph would then be refused.
+    # DeepSpeed flattens parameters and keeps views of them. With autograd enabled, these would keep the nodes that
+    # accumulate gradients on the stream of this call, which prevents capture as a CUDA graph.
     with torch.no_grad(), quiet(), as_local_rank(mesh.device), with_experts:
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -102,7 +100,7 @@ def initialize(
 
 
 def _is_offloaded(settings: Mapping[str, Any]) -> bool:
-    """Whether the optimizer's state is in the memory of the host, where it is updated."""
+    """True if the optimizer's state is in host memory and updated there."""
     zero = settings["zero_optimization"]
     return bool(zero.get("cpu_offload")) or (zero.get("offload_optimizer") or {}).get("device", "none") == "cpu"
 
@@ -111,20 +109,20 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
     accumulation = settings.get("data_types", {}).get("grad_accum_dtype", "fp32")
     if accumulation != "fp32" and mesh.world.rank == 0:
         log.warning(
-            f"gradients are accumulated in {accumulation}, as the --deepspeed_config file says (data_types, "
+            f"gradients are accumulated in {accumulation}, as set by the --deepspeed_config file (data_types, "
             f"grad_accum_dtype): with many micro-batches small ones are lost. Remove the entry to accumulate in fp32."
         )
 
 
 def averaging_notice(settings: Mapping[str, Any], ranks: int) -> str | None:
-    """A sentence about gradients that are rounded to half precision to be averaged; None if none are."""
+    """A notice that gradients are averaged in half precision; None if they are not."""
     half = next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
     dtype, stage = settings.get("communication_data_type", half), settings["zero_optimization"]["stage"]
     if dtype == "fp32" or stage < 2 or ranks == 1:
         return None
     return (
-        f"gradients: ZeRO stage {stage} averages those of each micro-batch over {ranks} ranks in {dtype}, which rounds "
-        '(docs/training.md); "communication_data_type": "fp32" in a --deepspeed_config file does not'
+        f"gradients: ZeRO stage {stage} averages each micro-batch over {ranks} ranks in {dtype}, with rounding errors "
+        '(docs/training.md); avoid them with "communication_data_type": "fp32" in a --deepspeed_config file'
     )
 
 
@@ -132,31 +130,29 @@ def build_optimizer(
     plan: OptimizerPlan[Any],
     module: nn.Module,
     mesh: ParallelMesh,
-    freezing: Freezing = EVERYTHING_IS_TRAINED,
+    freezing: FreezeSpec = NOTHING_FROZEN,
     tied: Sequence[nn.Parameter] = (),
     *,
     is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer.
+    """Builds the optimizer with its parameter groups.
 
-    Parameters with the same weight decay and learning rate that are trained since the same update, and that the
-    optimizer does not tell apart, form a group: matrices have weight decay, biases and norm weights have none, and
-    `lr_multiplier`, an entry of every group, is the factor of its learning rate. Experts that other data-parallel ranks
-    do not hold are groups of their own. Frozen parameters are in no group. A weight that another pipeline stage also
-    holds is alone in its group, so that both stages divide it alike among their data-parallel ranks.
+    Trained parameters are grouped by weight decay (matrices only), `lr_multiplier` (the factor of the group's learning
+    rate), the update at which their training began, the optimizer's own `group_entries`, and by expert or not. A tied
+    weight is a separate group, so that both stages partition it alike over their data-parallel ranks.
 
     Args:
         tied: the weights that another stage also holds.
-        is_offloaded: whether the optimizer will work on the CPU, where those made for a GPU do not.
+        is_offloaded: the optimizer updates in host memory, which GPU-only implementations cannot.
 
     Raises:
-        ConfigError: its implementation is not installed, or it cannot work on the CPU.
+        ConfigError: the implementation is not installed, or cannot be offloaded.
     """
     if is_offloaded and plan.offload_refusal is not None:
         raise ConfigError(plan.offload_refusal)
     decays = (plan.optim.weight_decay, 0.0)
     by_kind: dict[tuple[bool, float, int, Any, bool, int], list[nn.Parameter]] = {}
-    places = {id(parameter): place for place, parameter in enumerate(tied, start=1)}
+    tied_numbers = {id(parameter): number for number, parameter in enumerate(tied, start=1)}
     for parameter in module.parameters():
         if not is_frozen(parameter):
             spec = shard_spec_of(parameter)
@@ -167,21 +163,21 @@ def build_optimizer(
                 freezing.began_at.get(name, 0),
                 tuple(sorted(plan.group_entries(parameter).items())),
                 is_expert(parameter),
-                places.get(id(parameter), 0),
+                tied_numbers.get(id(parameter), 0),
             )
             by_kind.setdefault(key, []).append(parameter)
     groups: list[dict[str, Any]] = []
     for key, members in sorted(by_kind.items(), key=lambda item: item[0]):
         group = {"params": members, "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
         groups.append({**group, **dict(key[3]), **(EXPERT_GROUP if key[4] else {})})
-    if not groups:  # all layers of this rank are frozen, and an optimizer needs something
+    if not groups:  # all layers of this rank are frozen, but an optimizer needs a parameter
         groups = [{"params": [_placeholder(module)], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}]
     implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer
     return plan.build(groups, implementation)
 
 
 def set_rates(optimizer: torch.optim.Optimizer, learning_rate: float, weight_decay: float | None = None) -> None:
-    """Sets the learning rate of every group of `build_optimizer`, and the weight decay of those that have one."""
+    """Sets the learning rate of every group of `build_optimizer`, and the weight decay of groups that have one."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_multiplier"]
         if weight_decay is not None:
@@ -189,7 +185,7 @@ def set_rates(optimizer: torch.optim.Optimizer, learning_rate: float, weight_dec
 
 
 def _placeholder(module: nn.Module) -> nn.Parameter:
-    """A new parameter of one element, outside all layers, that gets no gradient and is in no checkpoint."""
+    """A new parameter of one element, outside all layers, without a gradient and in no checkpoint."""
     like = next(module.parameters())
     placeholder = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
     mark_parameter(placeholder, is_counted=False)
@@ -199,7 +195,7 @@ def _placeholder(module: nn.Module) -> nn.Parameter:
 
 @contextlib.contextmanager
 def timed_messages(stopwatch: Stopwatch | None) -> Iterator[None]:
-    """Times what DeepSpeed sends and receives in the block: sends and receives of stages as "transfer"."""
+    """Times DeepSpeed's messages in the block; sends and receives of stages count as "transfer"."""
     if stopwatch is None:
         yield
         return
@@ -208,7 +204,7 @@ def timed_messages(stopwatch: Stopwatch | None) -> Iterator[None]:
 
 
 class _TimedBackend:
-    """DeepSpeed's way to `torch.distributed`, with a stopwatch around each message."""
+    """DeepSpeed's communication backend with a stopwatch around each message."""
 
     def __init__(self, backend: Any, stopwatch: Stopwatch) -> None:
         self._backend = backend
@@ -228,7 +224,7 @@ class _TimedBackend:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps DeepSpeed's set-up messages off standard output, which is reserved for results."""
+    """Suppresses DeepSpeed's set-up messages: standard output is reserved for results."""
     logger = logging.getLogger("DeepSpeed")
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration: a pure function of the resolved configuration, merged with the user's own JSON."""
+"""The DeepSpeed configuration: a pure function of the resolved configuration, merged with the user's JSON."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from megatron.config import RunConfig
 from megatron.config.files.deepspeed_file import OFFLOADED_WEIGHTS, offloaded_ratio, read_settings
 from megatron.config.files.deepspeed_table import governing_flags
 
-# We log progress ourselves, and DeepSpeed has no setting for "never print".
+# DeepSpeed has no setting for "never print".
 _NEVER_PRINT_STEPS = 2**31 - 1
 
-# Elements of a sub-group on a rank where a share of the optimizer is offloaded, if the DeepSpeed file names no size:
-# DeepSpeed's own 1e9 would leave one to divide.
+# Elements of a sub-group for partial offload, if the DeepSpeed file sets no size: with DeepSpeed's default of 1e9 there
+# would often be a single one.
 SUB_GROUP_SIZE = 2**24
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
-    """Builds the DeepSpeed dictionary of a resolved run.
+    """Builds DeepSpeed's configuration of a resolved run.
 
-    What a `--deepspeed_config` file sets is merged over it; `parse` and `resolve` have checked the file.
+    The `--deepspeed_config` file, already checked by `parse` and `resolve`, overrides its settings.
     """
     path = config.parallel.deepspeed_config
     extra = {} if path is None else read_settings(path)
-    if config.parallel.effective_zero_stage < 3 and "zero_optimization" in extra:  # whoever gave it has been told
+    if config.parallel.effective_zero_stage < 3 and "zero_optimization" in extra:  # a notice has reported it
         zero = extra["zero_optimization"]
         extra["zero_optimization"] = {key: value for key, value in zero.items() if key not in OFFLOADED_WEIGHTS}
     base = _base(config)
     older = extra.pop("bfloat16", {})
-    for done_here in ("curriculum_learning", "data_efficiency", "optimizer", "scheduler"):
-        # DeepSpeed gets an optimizer, the rate of each step, and samples of the length that they are to have
-        extra.pop(done_here, None)
+    for section in ("curriculum_learning", "data_efficiency", "optimizer", "scheduler"):
+        # the trainer builds the optimizer, sets the learning rate of each step and cuts samples to length
+        extra.pop(section, None)
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
-    for place in governing_flags():
-        _keep(merged, base, place)
-    if config.parallel.splits_sequence:  # tensor-parallel ranks send different tokens, not parts of equal ones
+    for path_in_file in governing_flags():
+        _keep(merged, base, path_in_file)
+    if config.parallel.splits_sequence:  # tensor-parallel ranks hold different tokens, so none can be gathered
         merged["pipeline"] = {**merged.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
     if offloaded_ratio(merged["zero_optimization"]) < 1:
         merged["zero_optimization"].setdefault("sub_group_size", SUB_GROUP_SIZE)
@@ -43,7 +43,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 
 
 def without_ratio(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as DeepSpeed is to see them: everything is offloaded."""
+    """The settings without DeepSpeed's partial offload: it offloads everything, see `keep_on_device`."""
     zero = dict(settings["zero_optimization"])
     if "offload_optimizer" in zero:
         zero["offload_optimizer"] = {key: value for key, value in zero["offload_optimizer"].items() if key != "ratio"}
@@ -51,13 +51,13 @@ def without_ratio(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sub_groups_to_keep(sizes: Sequence[int], ratio: float) -> list[int]:
-    """The sub-groups that stay on the device: in order, as long as they fit into their share of all elements."""
-    room = (1.0 - ratio) * sum(sizes)
+    """The indices of the sub-groups that stay on the device: the first that fit into its share of all elements."""
+    remaining = (1.0 - ratio) * sum(sizes)
     kept = []
-    for number, size in enumerate(sizes):
-        if size <= room:
-            kept.append(number)
-            room -= size
+    for index, size in enumerate(sizes):
+        if size <= remaining:
+            kept.append(index)
+            remaining -= size
     return kept
 
 
@@ -70,7 +70,7 @@ def _base(config: RunConfig) -> dict[str, Any]:
         "gradient_clipping": optim.clip_grad,
         "steps_per_print": _NEVER_PRINT_STEPS,
         "wall_clock_breakdown": False,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a step
+        "timers": {"throughput": {"enabled": False}},  # it synchronizes with the device twice a step
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage},
@@ -82,7 +82,7 @@ def _base(config: RunConfig) -> dict[str, Any]:
     if precision.bf16 or (precision.fp16 and stage < 3):
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
         if stage == 1:
-            settings["communication_data_type"] = "fp32"  # else the sums in fp32 are rounded before ranks add them
+            settings["communication_data_type"] = "fp32"  # else fp32 sums are rounded before they are averaged
     if precision.fp16:
         settings["fp16"] = {
             "enabled": True,
@@ -96,20 +96,20 @@ def _base(config: RunConfig) -> dict[str, Any]:
 
 
 def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `base` with `extra` laid over it, objects merged key by key."""
+    """Returns `base` overridden by `extra`; objects are merged key by key."""
     merged = dict(base)
     for key, value in extra.items():
         if key == "gradient_accumulation_steps":
             continue
-        ours = merged.get(key)
-        merged[key] = _merge(ours if isinstance(ours, dict) else {}, value) if isinstance(value, Mapping) else value
+        old = merged.get(key)
+        merged[key] = _merge(old if isinstance(old, dict) else {}, value) if isinstance(value, Mapping) else value
     return merged
 
 
-def _keep(merged: dict[str, Any], base: Mapping[str, Any], place: tuple[str, ...]) -> None:
-    """Restores our value of a setting that a flag governs; stage 0 in half precision, for example, runs as stage 1."""
-    *path, last = place
-    for key in path:
+def _keep(merged: dict[str, Any], base: Mapping[str, Any], path: tuple[str, ...]) -> None:
+    """Restores the base value of a setting that a flag governs; for example, stage 0 runs as 1 in half precision."""
+    *parents, last = path
+    for key in parents:
         merged, base = merged.get(key, {}), base.get(key, {})
     if last in base:
         merged[last] = base[last]

@@ -1,4 +1,4 @@
-"""Training steps: one `Engine`, however micro-batches pass through the network and whichever optimizer updates it."""
+"""The `Engine`: training steps for all layouts and optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, is_frozen
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
@@ -35,23 +35,23 @@ class Engine:
     Args:
         network: the layers of the whole network; each rank builds only its own.
         objective: computes the loss; it may be replaced between steps.
-        plan: of the optimizer.
-        mesh: the mesh, with its process groups open.
+        plan: builds the optimizer.
+        mesh: the mesh, with initialized process groups.
         settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
         steps: settings shared by all micro-batches.
         seed: seed of the initial parameter values.
-        freezing: which parameters are not trained, or not since the beginning.
-        pipeline: how the layers are divided over the ranks of a pipeline.
-        checks: what is looked at in every step; with ZeRO 3 gradients are not looked at.
+        freezing: the frozen parameters, and those that were frozen earlier.
+        pipeline: the division of the layers over the ranks of a pipeline.
+        checks: checks of every step; with ZeRO 3, gradients are not checked.
 
     Attributes:
         stack: this rank's layers, of all its chunks.
-        tied: the weights that other ranks of the pipeline hold as well, each with the axis of these ranks.
-        passes: what passes micro-batches through the layers.
-        module: what DeepSpeed was initialized with.
+        tied: the weights that other stages hold as well, each with the axis of these stages.
+        passes: runs micro-batches through the layers.
+        module: the module that DeepSpeed was initialized with.
         deepspeed: DeepSpeed's engine.
         view: the optimizer inside it.
-        averages: means of the weights that are trained; None if there are none.
+        averages: averaged weights; None if none are kept.
         layer_names: global names of the layers of the whole network, in order.
         on_phase: called with the phase that this rank enters: forward, backward, p2p (pipelines), step or evaluation.
     """
@@ -65,7 +65,7 @@ class Engine:
         settings: Mapping[str, Any],
         steps: StepSettings,
         seed: int,
-        freezing: Freezing = EVERYTHING_IS_TRAINED,
+        freezing: FreezeSpec = NOTHING_FROZEN,
         pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
         checks: StepChecks = NO_CHECKS,
     ) -> None:
@@ -100,8 +100,8 @@ class Engine:
             on_device=mesh.device.type == "cuda" and self.view.can_skip,
         )
         self.view.guard(self.gate)
-        self._gradient_figures = self.view.figures(self.layer_names, checks.measures, trained, mesh)
-        self._looks_at_own = checks.looks_at_own
+        self._gradient_stats = self.view.gradient_stats(self.layer_names, checks.measures, trained, mesh)
+        self._locates_nonfinite = checks.locates_nonfinite
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -110,23 +110,22 @@ class Engine:
 
     @property
     def update_count(self) -> int:
-        """Number of optimizer updates so far, on which Adam's bias correction depends; may wait for the device."""
+        """Number of optimizer updates so far, for Adam's bias correction; may wait for the device."""
         return self._count.read()[0]
 
     @property
     def averaging_weight(self) -> float:
-        """The sum of `OptimizerPlan.weight_of` over the updates so far; may wait for the device as well."""
+        """The sum of `OptimizerPlan.weight_of` over the updates so far; may wait for the device."""
         return self._count.read()[1]
 
     def restart_count(self, updates: int, averaging_weight: float) -> None:
-        """Sets `update_count` and `averaging_weight`, as a checkpoint says."""
+        """Sets `update_count` and `averaging_weight` to the values of a checkpoint."""
         self._count.restart(updates, averaging_weight)
 
     def before_update(self, work: Callable[[], None]) -> None:
-        """Registers work to be done before each optimizer update.
+        """Registers work to be done before each change of the weights: an update, or `using_averages`.
 
-        If the host knows in time that an update is dropped, the work is not done then, but before the weights are
-        exchanged for their means.
+        It is not done for an update that the host knows to be skipped.
         """
         self._before_changes.append(work)
 
@@ -135,7 +134,7 @@ class Engine:
             work()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's layers, each once, without a placeholder of the optimizer."""
+        """The parameters of this rank's layers, each once, without the optimizer's placeholder."""
         return (parameter for parameter in self.stack.parameters() if hasattr(parameter, "global_name"))
 
     def train_batch(
@@ -146,7 +145,7 @@ class Engine:
         Args:
             micro_batches: this rank's micro-batches of the global batch, the same number on every rank.
             learning_rate: the learning rate of this step.
-            weight_decay: the weight decay of this step; the last step's if left out.
+            weight_decay: the weight decay of this step; None keeps the previous one.
         """
         count = len(micro_batches)
         deepspeed_samples = count * self.plan.optim.micro_batch_size * self.mesh.gradient.size
@@ -154,10 +153,10 @@ class Engine:
             self.deepspeed.set_train_batch_size(deepspeed_samples)
         set_rates(self.optimizer, learning_rate, weight_decay)
         batches = self._prepare(micro_batches)
-        verdict = self.gate.expect(self._figures)
-        self._finite_check = FiniteCheck() if self._looks_at_own else None
+        verdict = self.gate.begin(self._measure_step)
+        self._finite_check = FiniteCheck() if self._locates_nonfinite else None
         if self._finite_check is not None:
-            self.view.look_at_own(self._finite_check.look)
+            self.view.set_before_reduce(self._finite_check.record)
         if not self.module.training:
             self.module.train()
         with timed_messages(self.mesh.stopwatch):
@@ -167,13 +166,13 @@ class Engine:
             self.averages.update(self.gate.is_applied())
         self._count.add(verdict, self.plan.weight_of(self.optimizer, learning_rate), self.gate.steps_in_flight)
         return StepResult(
-            self._step_figures,
+            self._step_values,
             self.objective,
             sample_count=count * self.plan.optim.micro_batch_size * self.mesh.batch.size,
             micro_batch_size=self.plan.optim.micro_batch_size,
             verdict=verdict,
             loss_scale=self.view.loss_scale(),
-            gradients=self._gradient_figures,
+            gradients=self._gradient_stats,
             finite_check=self._finite_check,
         )
 
@@ -185,14 +184,14 @@ class Engine:
 
     @contextlib.contextmanager
     def using_averages(self) -> Iterator[None]:
-        """Has the network compute with the means of its weights in the block, if there are any; collective.
+        """Makes the network compute with its averaged weights in the block, if there are any; collective.
 
-        Nothing is trained or saved in it. Afterwards every weight is what it was, bit by bit.
+        Training and saving are not allowed in the block. Afterwards all weights are restored bit by bit.
         """
         if self.averages is None:
             yield
             return
-        self._prepare_change()  # a dropped update has not waited for a copy of the weights
+        self._prepare_change()  # a skipped update has not done this
         self.averages.exchange()
         self.view.refresh_weights()
         try:
@@ -202,33 +201,31 @@ class Engine:
             self.view.refresh_weights()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
-        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks, without
-        training.
-        """
-        loss_sum, tokens = self._evaluated(micro_batches)[:2].tolist()
+        """Returns (sum of the token losses, counted tokens) of one global batch, equal on all ranks."""
+        loss_sum, tokens = self._evaluate(micro_batches)[:2].tolist()
         return loss_sum, tokens
 
     def measure(self, micro_batches: Sequence[MicroBatch], objective: Objective) -> dict[str, torch.Tensor]:
-        """The sums that another objective records over one global batch, equal on all ranks, without training.
+        """Evaluates another objective on one global batch and returns its sums by name, equal on all ranks.
 
-        The micro-batches of a call have the same shape, which may differ from the shape in training, and no rank shares
-        its samples with another: every rank of `mesh.loss` is given its own. Experts drop no tokens, so that no sample
-        depends on the others.
+        All micro-batches have the same shape, of any length, so sequences are not split: every rank of `mesh.loss`
+        passes samples of its own. Experts drop no tokens, so that samples are independent of each other.
 
         Shapes: each `[n]` float64, on the CPU, with the `n` of `sum_sizes`.
         """
-        own, self.objective = self.objective, objective
-        alone = Axis.single("tp")
-        steps = self.steps
-        try:  # ranks could not share the tokens of any length
-            self.steps = dataclasses.replace(steps, split=None, sequence_parallel=alone, drops_tokens=False)
-            self._evaluated(micro_batches)
+        saved_objective, saved_steps = self.objective, self.steps
+        try:
+            self.objective = objective
+            self.steps = dataclasses.replace(
+                saved_steps, split=None, sequence_parallel=Axis.single("tp"), drops_tokens=False
+            )
+            self._evaluate(micro_batches)
         finally:
-            self.objective, self.steps = own, steps
+            self.objective, self.steps = saved_objective, saved_steps
         return {name: sums.cpu() for name, sums in self._losses.totals.by_name(self.mesh).items()}
 
-    def _evaluated(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """The sums of one global batch, see `StepTotals.over_ranks`."""
+    def _evaluate(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+        """Returns `StepTotals.over_ranks` of one global batch."""
         self._is_training = False
         batches = self._prepare(micro_batches)
         self.module.eval()
@@ -245,14 +242,15 @@ class Engine:
     def _enter(self, phase: str) -> None:
         self.on_phase(phase if self._is_training else "evaluation")
 
-    def _figures(self) -> torch.Tensor:
-        """What the step is judged by, when its gradients are complete: see `UpdateGate.expect`."""
+    def _measure_step(self) -> torch.Tensor:
+        """Measures the step once its gradients are complete; returns the values for `UpdateGate.begin`."""
         norm = torch.as_tensor(self.view.norm(), dtype=torch.float64, device=self.mesh.device)
         totals, check = self._losses.totals, self._finite_check
-        wrong = None if check is None else check.is_wrong(totals.sums[:1])
-        figures = [norm.reshape(1), totals.over_ranks(self.mesh)]
-        if self._gradient_figures is not None:
-            figures.append(self._gradient_figures.measure(self._losses.micro_batches, self.view.loss_scale()))
-        self._step_figures = torch.cat(figures)
-        judged = self._step_figures if len(self._step_figures) == 3 else self._step_figures[:3]
-        return judged if wrong is None else judged.masked_fill(wrong, math.nan)  # also copies that the norm leaves out
+        is_wrong = None if check is None else check.is_wrong(totals.sums[:1])
+        values = [norm.reshape(1), totals.over_ranks(self.mesh)]
+        if self._gradient_stats is not None:
+            values.append(self._gradient_stats.measure(self._losses.micro_batches, self.view.loss_scale()))
+        self._step_values = torch.cat(values)
+        judged = self._step_values if len(self._step_values) == 3 else self._step_values[:3]
+        # The check also covers copies that the norm does not count.
+        return judged if is_wrong is None else judged.masked_fill(is_wrong, math.nan)

@@ -1,8 +1,8 @@
-"""Which parameters are trained, and since when.
+"""Frozen parameters.
 
-A frozen parameter needs no gradient, and the optimizer holds nothing for it: neither a master weight nor moments. One
-that a resumed run trains again begins with moments of zero, and Adam's bias correction counts its updates from there.
-With the count of the run, the first updates of a long-trained optimizer would be several times too large.
+A frozen parameter needs no gradient, and the optimizer holds neither a master weight nor moments for it. If a resumed
+run trains it again, its moments start at zero, and Adam's bias correction counts its updates from there: with the count
+of the run, its first updates would be several times too large.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _SUGGESTIONS = 3
 
 
 @dataclass(frozen=True)
-class Freezing:
+class FreezeSpec:
     """The division of a network's parameters into frozen and trained ones.
 
     Attributes:
         frozen: global names of the parameters that keep their values.
-        thawed: names of trained ones that were frozen in the checkpoint to load, which has no moments for them.
-        began_at: for trained ones that were frozen earlier in the run, how many updates the optimizer had made when
-            their training began; all others are trained since the first.
-        averaged_from: for those, what the iterates of a schedule-free optimizer counted in its mean by then.
+        thawed: names of trained parameters that were frozen in the checkpoint to load, which has no moments for them.
+        began_at: for trained parameters that were frozen earlier in the run, the number of optimizer updates when their
+            training began; 0 for all others.
+        averaged_from: for the same parameters, `Engine.averaging_weight` at that time.
     """
 
     frozen: frozenset[str] = frozenset()
@@ -37,25 +37,23 @@ class Freezing:
     began_at: Mapping[str, int] = field(default_factory=dict)
     averaged_from: Mapping[str, float] = field(default_factory=dict)
 
-    def as_of(self, update_count: int, weight: float) -> Freezing:
-        """The same for a checkpoint with this many updates, whose iterates count this much in a mean; it may be older
-        than the one this was made for.
-        """
+    def as_of(self, update_count: int, weight: float) -> FreezeSpec:
+        """Adapts it to a checkpoint with this many updates and this averaging weight, which may be an older one."""
         counts = {name: min(count, update_count) for name, count in self.began_at.items()}
         weights = {name: min(earlier, weight) for name, earlier in self.averaged_from.items()}
         return dataclasses.replace(self, began_at=counts, averaged_from=weights)
 
 
-EVERYTHING_IS_TRAINED = Freezing()
+NOTHING_FROZEN = FreezeSpec()
 
 
 def is_frozen(parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a built network keeps its value."""
+    """Returns True if a parameter of a built network is frozen."""
     return not parameter.requires_grad
 
 
 def freeze(parameters: Iterable[nn.Parameter], frozen: frozenset[str]) -> None:
-    """Marks those parameters as frozen whose global name is in `frozen`."""
+    """Freezes the parameters whose global name is in `frozen`."""
     for parameter in parameters:
         if parameter.global_name in frozen:  # type: ignore[attr-defined]
             parameter.requires_grad_(False)
@@ -65,11 +63,11 @@ def frozen_names(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str
     """The names that any of the patterns matches.
 
     Args:
-        patterns: of --freeze; `*`, `?` and `[...]` mean what they mean in file names, and `*` goes across dots.
+        patterns: of --freeze, with the wildcards of file names; `*` matches dots, too.
         names: of all parameters of the network.
 
     Raises:
-        ConfigError: a pattern matches nothing, or all together match everything.
+        ConfigError: a pattern matches nothing, or the patterns match all parameters.
     """
     matched = {pattern: fnmatch.filter(names, pattern) for pattern in patterns}
     problems = [_nothing_matched(pattern, names) for pattern, hits in matched.items() if not hits]
@@ -77,7 +75,7 @@ def frozen_names(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str
     if names and len(frozen) == len(set(names)):
         problems.append(
             f"--freeze {printable(' '.join(patterns), 200, quoted=False)} matches all {len(frozen)} parameters of the "
-            "network, so there is nothing to train. Leave some out, or use --eval-only."
+            "network, so nothing would be trained. Use fewer patterns, or --eval-only."
         )
     if problems:
         raise ConfigError(problems)
@@ -87,6 +85,6 @@ def frozen_names(patterns: Sequence[str], names: Sequence[str]) -> frozenset[str
 def _nothing_matched(pattern: str, names: Sequence[str]) -> str:
     near = difflib.get_close_matches(pattern[:200], list(dict.fromkeys(names)), _SUGGESTIONS, cutoff=0.0)
     return (
-        f"--freeze {printable(pattern, 200)} matches none of the {len(set(names))} parameters of the network. Names "
-        f"that come near: {', '.join(near)}. A pattern must match a whole name, as in 'decoder.layers.0.*'."
+        f"--freeze {printable(pattern, 200)} matches none of the {len(set(names))} parameters of the network. Similar "
+        f"names: {', '.join(near)}. A pattern must match a whole name, as in 'decoder.layers.0.*'."
     )

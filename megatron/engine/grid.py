@@ -1,38 +1,37 @@
-"""The mesh in the two forms that DeepSpeed expects: its `mpu` protocol and the grid of its pipeline engine.
+"""Adapters of the mesh to DeepSpeed: its `mpu` protocol and the grid of its pipeline engine.
 
-Without these classes, DeepSpeed would create process groups of its own for every rank of the world.
+Without them, DeepSpeed would create its own process groups over all ranks.
 """
 
 from __future__ import annotations
 
 from megatron.parallel.mesh import Axis, ParallelMesh
 
-# For the gradient norm, DeepSpeed counts every parameter on the first model-parallel rank, and on the others only those
-# marked as split. The engine marks exactly the parameters that each rank counts, so no rank may claim to be the first.
+# In the gradient norm, DeepSpeed counts all parameters on the first model-parallel rank, and on the others those marked
+# as split. The engine marks exactly the parameters that each rank counts, so no rank may be the first.
 _NOT_FIRST_RANK = 1
 
 
 class ModelParallelUnit:
-    """Has the methods that DeepSpeed calls on a Megatron `mpu`: `get_data_parallel_rank()` and so on."""
+    """The methods that DeepSpeed calls on a Megatron `mpu`: `get_data_parallel_rank()` and so on."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        self._answer("model_parallel", mesh.model, _NOT_FIRST_RANK)
-        self._answer("data_parallel", mesh.gradient, mesh.gradient.rank)
+        self._add_getters("model_parallel", mesh.model, _NOT_FIRST_RANK)
+        self._add_getters("data_parallel", mesh.gradient, mesh.gradient.rank)
 
-    def _answer(self, name: str, axis: Axis, rank: int) -> None:
-        """Adds the methods that ask for the rank, the size and the process group of an axis."""
+    def _add_getters(self, name: str, axis: Axis, rank: int) -> None:
         for noun, value in (("rank", rank), ("world_size", axis.size), ("group", axis.group)):
             setattr(self, f"get_{name}_{noun}", lambda value=value: value)
 
 
 class PipelineGrid(ModelParallelUnit):
-    """Has what DeepSpeed's pipeline engine uses of its `PipelineParallelGrid`."""
+    """The part of `PipelineParallelGrid` that DeepSpeed's pipeline engine uses."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
-        self._answer("pipe_parallel", mesh.pp, mesh.pp.rank)
-        self._answer("slice_parallel", mesh.tp, _NOT_FIRST_RANK)
+        self._add_getters("pipe_parallel", mesh.pp, mesh.pp.rank)
+        self._add_getters("slice_parallel", mesh.tp, _NOT_FIRST_RANK)
         self.global_rank = mesh.world.rank
         self.pipe_parallel_size = mesh.pp.size
         self.data_parallel_size = mesh.gradient.size

@@ -14,9 +14,9 @@ from megatron.objective.base import Objective
 
 
 class MicroBatch(Protocol):
-    """The part of a micro-batch that the engine reads itself; the rest only concerns the objective.
+    """The part of a micro-batch that the engine reads; the rest is for the objective.
 
-    Besides `sample_ids`, it has the arrays that `StepSettings.passed` names, as attributes of these names.
+    Besides `sample_ids`, it has an attribute for each array in `StepSettings.passed`.
 
     Shapes: sample_ids `[b]` int64; the others as in `StepContext`.
     """
@@ -31,10 +31,10 @@ class DeviceBatch:
     """A micro-batch on the device.
 
     Attributes:
-        inputs: the inputs of the first layer; empty where that is not.
+        inputs: the inputs of the first layer; empty on ranks without it.
         passed: the tensors from which each stage builds the `StepContext`.
-        shape: samples and tokens of each, the first two dimensions of hidden states.
-        first_sample: the first sample id, as a Python integer; None if the host does not know it.
+        shape: samples, and tokens of each: the first two dimensions of hidden states.
+        first_sample: the first sample id, as a Python integer; None if it is only on the device.
         targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
             order of `target_names`.
         target_names: names of the targets.
@@ -58,30 +58,31 @@ class DeviceBatch:
         *,
         with_inputs: bool = True,
     ) -> DeviceBatch:
-        """Copies what a stage uses to a device, without synchronizing.
+        """Copies the arrays that a stage uses to a device, without synchronizing.
 
-        Where ranks share the samples, that is what lies at this rank's places; samples that cannot be divided over
-        them, or over those that split hidden states, are padded with tokens that have no loss.
+        If ranks share the samples, only this rank's positions are copied. Samples that cannot be divided over these
+        ranks, or over those that split hidden states, are padded with tokens that have no loss.
 
         Args:
-            scales: the factors of the loss sums; None where the loss is not seen, and no targets are needed.
+            scales: the factors of the loss sums; None on ranks that do not compute the loss, which need no targets.
         """
-        inputs, split, places = objective.inputs(batch), settings.split, None
+        inputs, split, positions = objective.inputs(batch), settings.split, None
         samples, length = inputs[0].shape[:2]
         within = settings.sequence_parallel.size
-        added = -length % within if split is None else split.padded(length, within) - length
+        padding = -length % within if split is None else split.padded(length, within) - length
         if split is None:
-            length += added
+            length += padding
         else:
             segments = getattr(batch, "segment_ids", None) if split.by_document else None
-            places = split.places(length + added, None if segments is None else _padded("segment_ids", segments, added))
-            length = places.shape[1]
+            segments = None if segments is None else _padded("segment_ids", segments, padding)
+            positions = split.positions(length + padding, segments)
+            length = positions.shape[1]
 
         def move(name: str, array: np.ndarray) -> torch.Tensor:
-            if array.ndim == 2:  # of samples, or the predicted places of each and what is taken there
-                array = _padded(name, array, added)
-                if places is not None and not name.endswith(WHOLE_TENSORS):
-                    array = _taken(array, places)
+            if array.ndim == 2:  # of samples, or the predicted positions of each and their values
+                array = _padded(name, array, padding)
+                if positions is not None and not name.endswith(WHOLE_TENSORS):
+                    array = _selected(array, positions)
             return device.copy_to_device(array, target)
 
         targets = {} if scales is None else objective.targets(batch)
@@ -102,14 +103,14 @@ class DeviceBatch:
         return self.inputs[0] if len(self.inputs) == 1 else self.inputs
 
 
-def _padded(name: str, array: np.ndarray, added: int) -> np.ndarray:
-    """Longer samples: zeros, and of segments one that follows the others. Shapes: `[b, s]` to `[b, s + added]`."""
-    if not added:
+def _padded(name: str, array: np.ndarray, count: int) -> np.ndarray:
+    """Pads samples with zeros; segment ids with a new segment. Shapes: `[b, s]` to `[b, s + count]`."""
+    if not count:
         return array
-    after = array[:, -1:] + 1 if name.endswith("segment_ids") else np.zeros_like(array[:, :1])
-    return np.concatenate((array, after.repeat(added, axis=1)), axis=1)
+    value = array[:, -1:] + 1 if name.endswith("segment_ids") else np.zeros_like(array[:, :1])
+    return np.concatenate((array, value.repeat(count, axis=1)), axis=1)
 
 
-def _taken(array: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The values at some places of the samples. Shapes: array `[b, s]`, places `[b or 1, n]`; result `[b, n]`."""
-    return np.take_along_axis(array, np.broadcast_to(places, (len(array), places.shape[1])), axis=1)
+def _selected(array: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Shapes: array `[b, s]`, positions `[b or 1, n]`; result `[b, n]`."""
+    return np.take_along_axis(array, np.broadcast_to(positions, (len(array), positions.shape[1])), axis=1)

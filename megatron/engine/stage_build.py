@@ -1,4 +1,4 @@
-"""Builds the layers of a rank, as DeepSpeed's engine wants them."""
+"""Builds the layers of a rank for DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -49,14 +49,11 @@ def build_stack(
 def _partitioned_stack(
     specs: Sequence[LayerSpec], mesh: ParallelMesh, settings: Mapping[str, Any], seed: int
 ) -> LayerStack:
-    """Builds layer by layer under `zero.Init`: a rank holds at most one unpartitioned layer, and draws only its own
-    shard.
-
-    The dtype follows from the settings. As an argument DeepSpeed would replace it by bfloat16 on every device that
-    cannot compute in float16, as many CPUs cannot.
-
-    Source: DeepSpeed `runtime/zero/partition_parameters.py`, `_set_dtype`.
+    """Builds layer by layer under `zero.Init`: a rank holds at most one unpartitioned layer, and initializes only its
+    own shard.
     """
+    # The settings determine the dtype: an explicit one is replaced by bfloat16 on devices without float16, as many CPUs
+    # are (DeepSpeed `runtime/zero/partition_parameters.py`, `_set_dtype`).
     zero = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": settings["zero_optimization"],
@@ -68,10 +65,10 @@ def _partitioned_stack(
             mesh,
             data_parallel_group=mesh.gradient.group,
             config_dict_or_path=zero,
-            mem_efficient_linear=False,  # it would replace torch.nn.functional.linear for the whole process
+            mem_efficient_linear=False,  # True replaces torch.nn.functional.linear in the whole process
             mpu=ModelParallelUnit(mesh),
         ):
-            return build_layer(spec, shared)  # a shared weight has been partitioned already
+            return build_layer(spec, shared)  # a shared weight is already partitioned
 
     with quiet():
         stack = LayerStack(specs, build=build)
@@ -94,7 +91,7 @@ def _mark_for_deepspeed(stack: LayerStack, mesh: ParallelMesh) -> None:
 def tied_weights(
     network: Sequence[LayerSpec], stack: LayerStack, mesh: ParallelMesh
 ) -> list[tuple[nn.Parameter, Axis]]:
-    """The weights that both this rank and another one of its pipeline hold, each with the axis of the ranks that do."""
+    """The weights that this rank shares with another stage of its pipeline, each with the axis of both stages."""
     names = {spec.name for spec, _ in stack.named_layers()}
     tied: dict[int, tuple[nn.Parameter, Axis]] = {}
     for spec in network:
@@ -106,7 +103,7 @@ def tied_weights(
 
 
 def partial_parameters(stack: LayerStack) -> Partial:
-    """The trained parameters of which each rank of an axis has the gradient of its own tokens, by axis."""
+    """The trained parameters whose gradients on the ranks of an axis are from different tokens, by axis."""
     groups: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}
     for parameter in stack.parameters():
         for axis in () if is_frozen(parameter) else shard_spec_of(parameter).summed_over:

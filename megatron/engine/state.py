@@ -1,8 +1,8 @@
 """The weights and optimizer moments inside DeepSpeed, as named pieces.
 
-`held_parts` finds for every local parameter which flat range of it this rank holds and where its values are: of a
-trained one the fp32 master weight and the moments, wherever DeepSpeed's optimizer has them; of a frozen one the weight
-that the network computes with. Saving and loading both build on it.
+`held_parts` yields, for every local parameter, the flat range that this rank holds and its values: fp32 master weight
+and moments of a trained parameter, which it finds in DeepSpeed's optimizer, or the network's weight of a frozen one.
+Saving and loading build on it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
 @dataclass(frozen=True)
 class HeldPart:
-    """The part of one parameter whose values this rank holds.
+    """The part of one parameter, or of a module's state, that this rank holds.
 
     Attributes:
         name: global name of the parameter.
-        spec: the position of the local tensor in the global one.
+        spec: the sharding of the parameter.
         first: flat row-major offset of the part in the local tensor.
-        values: the part's weight, 1-D; of a trained parameter in fp32, a view into the optimizer.
-        is_counted: whether this rank, among those that hold the part, writes it to a checkpoint.
-        is_shared: whether all data-parallel ranks with the parameter hold the part, so that they divide the writing.
-        master: where the optimizer has the part; None for a frozen parameter, or state.
-        is_optional: whether it keeps its values where a checkpoint lacks it.
+        values: the part's weight, 1-D; for a trained parameter in fp32, a view into the optimizer.
+        is_counted: this rank, of those that hold the part, writes it to a checkpoint.
+        is_shared: all data-parallel ranks with the parameter hold the part, so they divide the writing.
+        master: the part in the optimizer; None for a frozen parameter, or state.
+        is_optional: it keeps its values if a checkpoint lacks it.
         moment_names: the moments of a trained parameter, and their names in the state of the torch optimizer.
-        has_average: whether a mean of its values is kept.
+        has_average: an average of its values is kept.
     """
 
     name: str
@@ -68,9 +68,7 @@ class HeldPart:
 
 
 def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tuple[PieceKey, torch.Tensor]]:
-    """Yields the pieces that this rank must write; over all ranks, every element of every parameter and moment appears
-    exactly once.
-    """
+    """Yields the pieces that this rank writes; over all ranks, each element of a parameter or moment occurs once."""
     for part, first, last in _owned_parts(engine):
         key = part.key("weight").narrowed(first, last)
         for kind, tensor in _tensors(engine, part, with_optimizer):
@@ -81,7 +79,7 @@ def owned_pieces(engine: Engine, *, with_optimizer: bool = True) -> Iterator[tup
 
 
 def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
-    """How many bytes the values of `owned_pieces` take; known before any moment exists."""
+    """The size of the values of `owned_pieces` in bytes; does not create moments."""
     return sum(
         (last - first) * part.values.element_size() * (1 + sum(_is_kept(kind, with_optimizer) for kind in part.kinds))
         for part, first, last in _owned_parts(engine)
@@ -89,7 +87,7 @@ def owned_bytes(engine: Engine, *, with_optimizer: bool = True) -> int:
 
 
 def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
-    """The parts that this rank writes, and which elements of each."""
+    """The parts that this rank writes, with the range of elements of each."""
     for part in held_parts(engine):
         if not part.is_counted or part.numel == 0:
             continue
@@ -103,19 +101,19 @@ def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
             yield part, first, last
 
 
-def wanted_pieces(
-    engine: Engine, *, with_optimizer: bool = True, begins_with_means: bool = False
+def pieces_to_load(
+    engine: Engine, *, with_optimizer: bool = True, starts_from_averages: bool = False
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """Yields the pieces that this rank must read, each with a function that copies the loaded tensor into place.
+    """Yields the pieces that this rank reads, each with a function that copies a loaded tensor to its destination.
 
     Call `refresh_weights` after the last one.
 
     Args:
-        begins_with_means: read the means of weights in place of the weights, where there are any; without the
+        starts_from_averages: initialize the weights with averaged weights, if the checkpoint has any; without the
             optimizer's state.
     """
     return filling(
-        (part.key("average" if begins_with_means else kind), tensor[: part.numel])
+        (part.key("average" if starts_from_averages else kind), tensor[: part.numel])
         for part in held_parts(engine)
         if part.numel
         for kind, tensor in _tensors(engine, part, with_optimizer and part.name not in engine.freezing.thawed)
@@ -129,12 +127,11 @@ def refresh_weights(
     """Copies the loaded master weights to the model's weights and sets the optimizer's update counter.
 
     Args:
-        engine: the engine whose `wanted_pieces` were loaded.
-        update_count: number of optimizer updates behind the loaded moments (bias correction depends on it); None if
-            only weights were loaded, which resets the optimizer.
+        engine: the engine whose `pieces_to_load` were loaded.
+        update_count: number of optimizer updates of the loaded moments, for bias correction; None if only weights were
+            loaded, which resets the optimizer.
         averaging_weight: see `Engine.averaging_weight`.
-        restarts_averages: begin the means of weights with the weights, whatever was loaded. A checkpoint without means
-            has given its weights for them.
+        restarts_averages: restart the averages from the weights instead of the loaded averages.
     """
     engine.restart_count(update_count or 0, averaging_weight)
     freezing = engine.freezing = engine.freezing.as_of(engine.update_count, averaging_weight)
@@ -158,8 +155,8 @@ def held_parts(engine: Engine) -> Iterator[HeldPart]:
 
 
 def part_of(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
-    """What this rank holds of a local parameter, if anything: what it updates, or of a frozen one its partition under
-    ZeRO-3, else all of it.
+    """The part of a local parameter that this rank holds: the part it updates, or for a frozen parameter its ZeRO-3
+    partition or the whole; None if it holds nothing.
     """
     spec, mesh, partition = shard_spec_of(parameter), engine.mesh, partition_of(parameter)
     master = None if is_frozen(parameter) else engine.view.slice_of(parameter)
@@ -180,9 +177,7 @@ def part_of(engine: Engine, parameter: nn.Parameter) -> HeldPart | None:
 
 
 def moments(engine: Engine, part: HeldPart) -> Iterator[tuple[Kind, torch.Tensor]]:
-    """The moments of a part and the mean of its weights if it is kept, none for a frozen parameter; missing moments are
-    created as zeros.
-    """
+    """The moments of a trained part, and the average of its weights if kept; creates missing moments as zeros."""
     if part.master is None:
         return
     flat, offset = part.master.flat, part.master.offset
@@ -203,5 +198,5 @@ def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[t
 
 
 def _is_kept(kind: Kind, with_optimizer: bool) -> bool:
-    """Whether what is held besides a weight is saved and loaded; a mean of weights is also without the optimizer."""
+    """True if this kind is saved and loaded besides the weight; averages are, even without the optimizer."""
     return with_optimizer or kind == "average"

@@ -1,4 +1,4 @@
-"""Parameters as optimizers see them: matrices of blocks, slices in flat tensors, and tensors in nested containers."""
+"""Parts of parameters in optimizers: slices of flat tensors, matrices of blocks, tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from megatron.parallel.shard_spec import shard_spec_of
 
 
 class MasterSlice(NamedTuple):
-    """The part of a parameter that this rank updates: its flat row-major offset in the parameter, its values in fp32,
-    the tensor that they are a view into, which is the key of the torch optimizer's state, and its offset in that.
+    """The part of a parameter that this rank updates.
+
+    Attributes:
+        first: its flat row-major offset in the parameter.
+        values: its values in fp32, a view into `flat`.
+        flat: the optimizer's tensor, the key of its state.
+        offset: the part's offset in `flat`.
     """
 
     first: int
@@ -22,17 +27,17 @@ class MasterSlice(NamedTuple):
     offset: int
 
 
-# The part of a parameter that this rank updates; None if it updates none.
+# Returns the part of a parameter that this rank updates; None if it updates none.
 SliceOf = Callable[[nn.Parameter], MasterSlice | None]
 
 
 def is_block_matrix(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is a matrix of a block; embeddings, the head and vectors are none."""
+    """Returns True for matrices of blocks; embeddings, the output head and vectors are not."""
     return shard_spec_of(parameter).is_matrix and ".layers." in getattr(parameter, "global_name", "")
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
-    """Whether it is a matrix of a block, of no experts, of which every rank has the gradient of all of its samples."""
+    """Returns True for matrices of blocks whose gradient on each rank is of all its tokens; experts' are not."""
     is_shared = ".experts." not in getattr(parameter, "global_name", "") and not shard_spec_of(parameter).summed_over
     return is_shared and is_block_matrix(parameter)
 

@@ -1,4 +1,4 @@
-"""The L2 norm of the weights, by layer, counted from the pieces that a checkpoint would have."""
+"""The L2 norm of the weights of each layer, from the pieces of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.gradients.gradient_figures import layer_of
+from megatron.engine.gradients.gradient_stats import layer_of
 from megatron.engine.state import owned_pieces
 from megatron.objective.metric import Metric, Reduction, metrics_of
 from megatron.parallel.messages import all_reduce_sum
@@ -18,19 +18,19 @@ from megatron.parallel.messages import all_reduce_sum
 def weight_norms(engine: Engine) -> torch.Tensor:
     """The L2 norm of the weights of each of `engine.layer_names`, on every rank; collective over all ranks.
 
-    The fp32 weights are measured where the optimizer has them, frozen ones as they are. Of a weight that several ranks
-    hold, or several layers share, each element counts once.
+    Measures the optimizer's fp32 weights, and the network's frozen weights. An element that several ranks hold or
+    several layers share counts once.
 
     Shapes: result `[layers]` float64, on the device of the mesh.
     """
-    places = {name: place for place, name in enumerate(engine.layer_names)}
+    indices = {name: index for index, name in enumerate(engine.layer_names)}
     norms: list[torch.Tensor] = []
     layers: list[int] = []
     for key, tensor in owned_pieces(engine, with_optimizer=False):
         if key.kind in ("weight", "master") and not key.is_optional:
-            layers.append(layer_of(key.name, places))
+            layers.append(layer_of(key.name, indices))
             norms.append(torch.linalg.vector_norm(tensor, dtype=torch.float64).to(engine.mesh.device))
-    squares = torch.zeros(len(places), dtype=torch.float64, device=engine.mesh.device)
+    squares = torch.zeros(len(indices), dtype=torch.float64, device=engine.mesh.device)
     if norms:
         squares.index_add_(0, torch.tensor(layers, device=squares.device), torch.stack(norms).square())
     return all_reduce_sum(squares, engine.mesh.world).sqrt()

@@ -1,1 +1,1 @@
-"""Generation: text out of a checkpoint. Imports nothing of `train`."""
+"""Text generation from a checkpoint. Imports nothing of `train`."""

@@ -1,4 +1,4 @@
-"""Beam search: the texts that are most probable as a whole. Nothing is drawn.
+"""Beam search for the most probable texts; deterministic.
 
 Source: transformers 5 `generation/utils.py`, `_beam_search`, for one prompt: the same texts and scores.
 """
@@ -23,16 +23,16 @@ EarlyStopping = Literal["false", "true", "never"]
 
 @dataclass(frozen=True, kw_only=True)
 class BeamSettings:
-    """How a beam search is done.
+    """The settings of a beam search.
 
     Args:
-        beams: how many texts are continued, and how many finished ones are kept.
-        max_new_tokens: the most tokens of a text, its stop token included.
+        beams: number of running texts, and of finished ones to keep.
+        max_new_tokens: most tokens of a text, its stop token included.
         length_penalty: a finished text's score is its log-probability divided by its number of tokens to this power;
             above 0 it favors long texts.
-        early_stopping: when the search ends, once `beams` texts are finished: "true" at once; "false" when the best
-            running text could not get among them if it ended now; "never" when it could not at any length.
-        returned: how many texts are returned, best first.
+        early_stopping: the end of the search, once `beams` texts are finished: "true" at once; "false" once no running
+            beam can enter the top at its present length; "never" once none can at any length.
+        returned: number of texts to return, best first.
         stop_ids: tokens that end a text.
 
     Raises:
@@ -77,20 +77,20 @@ class BeamSettings:
             yield f"early_stopping is {printable(self.early_stopping)}. It must be false, true or never."
         if not 1 <= self.returned <= self.beams:
             yield (
-                f"{printable(self.returned)} texts are to be returned of {printable(self.beams)} beams. Return from 1 "
+                f"{printable(self.returned)} texts were requested of {printable(self.beams)} beams. Return from 1 "
                 f"to all of them, or search with more beams."
             )
 
 
 @dataclass(frozen=True)
 class Beam:
-    """A text that was found.
+    """A finished text.
 
     Attributes:
-        tokens: those generated, without the stop token.
-        score: the log-probability of the text, its stop token included, divided by the number of tokens to the power
-            of the length penalty.
-        finish: whether it ended with a stop token or at the greatest length.
+        tokens: the generated tokens, without the stop token.
+        score: log-probability of the text, its stop token included, divided by the number of tokens to the power of the
+            length penalty.
+        finish: "stop" or "length".
     """
 
     tokens: tuple[int, ...]
@@ -99,17 +99,16 @@ class Beam:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Beam:
-        """The beam of which these are the fields, in JSON."""
         return cls(**{**values, "tokens": tuple(values["tokens"])})
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """How the running texts continue.
+    """The next tokens of the running texts.
 
     Attributes:
-        parents: for each text that is continued, which of the texts before it continues.
-        tokens: and with which token.
+        parents: for each running text, the index of the previous text that it continues.
+        tokens: its new token.
     """
 
     parents: list[int]
@@ -121,11 +120,11 @@ class Hypotheses:
     """The running and the finished texts of one search.
 
     Args:
-        longest: tokens at which a text ends.
+        longest: length at which a text ends, in tokens.
 
     Attributes:
-        running: tokens of the texts that are continued, best first.
-        finished: those that ended, best first, at most as many as there are beams.
+        running: tokens of the running texts, best first.
+        finished: the best finished texts, best first, at most as many as beams.
     """
 
     settings: BeamSettings
@@ -135,22 +134,22 @@ class Hypotheses:
     _logprobs: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
     def extend(self, logprobs: torch.Tensor) -> Continuations | None:
-        """Adds the best next tokens; returns how the running texts continue, or None when the search is over.
+        """Adds the best next tokens; returns the continuations of the running texts, or None when the search is over.
 
-        Shapes: logprobs `[n, v]`, of the next tokens of the n running texts.
+        Shapes: logprobs `[n, v]` of the next tokens of the n running texts.
         """
         beams, stop_ids = self.settings.beams, self.settings.stop_ids
         totals = (self._logprobs.unsqueeze(1) + logprobs).flatten()  # [n * v]
-        # With this many, enough remain that do not stop, even if the best of each text is a stop token.
-        values, places = totals.topk(min(max(2, 1 + len(stop_ids)) * beams, int(totals.isfinite().sum())))
+        # Enough candidates that `beams` of them continue, even if the best ones of each text are stop tokens.
+        values, indices = totals.topk(min(max(2, 1 + len(stop_ids)) * beams, int(totals.isfinite().sum())))
         continued, kept = Continuations([], []), []
         running: list[tuple[int, ...]] = []
-        for rank, (place, total) in enumerate(zip(places.tolist(), values.tolist(), strict=True)):
-            parent, token = divmod(place, logprobs.shape[1])
+        for rank, (index, total) in enumerate(zip(indices.tolist(), values.tolist(), strict=True)):
+            parent, token = divmod(index, logprobs.shape[1])
             text = (*self.running[parent], token)
             is_stopped = token in stop_ids
             if is_stopped or len(text) >= self.longest:
-                if rank < beams:  # the others are only there to be continued
+                if rank < beams:  # lower candidates only fill up the running texts
                     self._finish(text, total, is_stopped)
             elif len(running) < beams:
                 running.append(text)
@@ -169,7 +168,7 @@ class Hypotheses:
         self.finished = sorted([*self.finished, beam], key=lambda one: -one.score)[: self.settings.beams]
 
     def _is_over(self) -> bool:
-        """Whether no running text needs to be waited for."""
+        """True if no running text can still enter the top."""
         settings = self.settings
         if len(self.finished) < settings.beams:
             return False
@@ -183,13 +182,13 @@ class Hypotheses:
 
 @torch.inference_mode()
 def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettings) -> list[Beam]:
-    """The best continuations of a prompt, best first; collective over a model copy, and equal on all its ranks.
+    """Returns the best continuations of a prompt, best first; collective over a model copy, equal on all its ranks.
 
-    Fewer than `settings.returned` come back only if the vocabulary has fewer.
+    Returns fewer than `settings.returned` only if the vocabulary allows no more.
 
     Raises:
         ConfigError: the prompt is empty or fills all positions.
-        NumericsError: the network computes something that is not a number.
+        NumericsError: the network computed a value that is not finite.
     """
     device, pad = loaded.mesh.device, len(prompt)
     _check_prompt(pad, loaded.positions)
@@ -200,14 +199,14 @@ def beam_search(loaded: LoadedModel, prompt: Sequence[int], settings: BeamSettin
     cached, short_context = 0, loaded.config.model.short_context or 0
     while True:
         length = texts.shape[1]
-        if cached <= short_context < length:  # from here on, the keys of all tokens are rotated differently
+        if cached <= short_context < length:  # beyond this length all keys are rotated differently
             caches.truncate(0)
             cached = 0
         context = StepSettings().context(torch.arange(len(texts), device=device), first_sample=0, caches=caches)
         fresh = texts[:, cached:]
-        last_places = torch.arange(1, len(texts) + 1, device=device) * fresh.shape[1] - 1
+        last_rows = torch.arange(1, len(texts) + 1, device=device) * fresh.shape[1] - 1
         cached = length
-        answer = _extend_on_all(forward(fresh, context, last_places), hypotheses, loaded)
+        answer = _extend_on_all(forward(fresh, context, last_rows), hypotheses, loaded)
         if "beams" in answer:
             return [Beam.of_json(beam) for beam in answer["beams"]]
         parents = torch.tensor(answer["parents"], device=device)  # [n]
@@ -226,19 +225,19 @@ def _check_prompt(length: int, positions: int) -> None:
 
 
 def _extend_on_all(scores: torch.Tensor | None, hypotheses: Hypotheses, loaded: LoadedModel) -> dict[str, Any]:
-    """Extends the hypotheses on the first rank of the last stage; all ranks learn how it continues, or the result.
+    """Extends the hypotheses on the first rank of the last stage; returns the continuations or the result on all ranks.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others.
 
     Raises:
-        NumericsError: the scores are not numbers; on all ranks.
+        NumericsError: the scores are not finite; on all ranks.
     """
 
     def decide(whole: torch.Tensor) -> dict[str, Any]:
         logprobs = whole.log_softmax(dim=-1)
         if not bool(logprobs.amax(dim=-1).isfinite().all()):
             raise NumericsError(
-                "the scores of the next tokens are not finite, so no text is the best. The weights of the checkpoint "
+                "the scores of the next tokens are not finite. The weights of the checkpoint "
                 "are not finite, or too large for the dtype: try --bf16 or float32."
             )
         continued = hypotheses.extend(logprobs)

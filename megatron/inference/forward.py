@@ -1,4 +1,4 @@
-"""A forward pass through all pipeline stages of a loaded network, and decisions based on its scores."""
+"""Forward passes through all pipeline stages of a loaded network, and decisions based on its scores."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from megatron.parallel.messages import broadcast_json, receive, send
 class Forward:
     """Runs the network of `open_checkpoint`; each rank of the pipeline axis holds one of its stages.
 
-    Hidden states are the only thing that travels; every rank makes the same context, and only its own stage's keys and
-    values are in it.
+    Ranks exchange only hidden states; each builds the same context, with the keys and values of its own stage.
 
     Args:
-        keeps_states: whether the states that multi-token prediction takes are kept, of all tokens.
+        keeps_states: keep the hidden states of all tokens, for multi-token prediction.
 
     Attributes:
-        states: those of the last pass, on the last stage; None if they are not kept. `[b, s, h]`.
+        states: hidden states `[b, s, h]` of the latest pass on the last stage; None if they are not kept.
     """
 
     def __init__(self, loaded: LoadedModel, *, keeps_states: bool = False) -> None:
@@ -44,8 +43,8 @@ class Forward:
         Shapes: inputs `[b, s]` int64, equal on all ranks; rows `[n]` int64; result `[b, s, v/t]`, or `[n, v/t]`.
 
         Args:
-            rows: the positions whose outputs are wanted, as indices into `[b * s]`; None for all. A head is the widest
-                layer by far.
+            rows: the positions to compute outputs of, as indices into `[b * s]`; None for all. The head is by far the
+                widest layer.
         """
         stage, last = self._pipeline.rank, self._pipeline.size - 1
         hidden = inputs
@@ -67,13 +66,13 @@ class Forward:
 
 
 def decide_on_all(scores: torch.Tensor | None, loaded: LoadedModel, decide: Callable[[torch.Tensor], Any]) -> Any:
-    """The decision of the last stage's first rank, based on the scores of the whole vocabulary, on all ranks of the
-    model.
+    """Calls `decide` with the scores of the whole vocabulary on the last stage's first rank; returns its result on all
+    ranks of the model.
 
-    Shapes: scores `[n, v/t]` on the last stage, None on the others; `decide` is given `[n, v]` float32, on the CPU.
+    Shapes: scores `[n, v/t]` on the last stage, None on the others; `decide` takes `[n, v]` float32 on the CPU.
 
     Args:
-        decide: returns JSON.
+        decide: must return JSON values.
 
     Raises:
         NumericsError: `decide` raised it; on all ranks.
@@ -83,7 +82,7 @@ def decide_on_all(scores: torch.Tensor | None, loaded: LoadedModel, decide: Call
     if scores is not None:
         whole = whole_logits(scores, mesh.tp, loaded.vocab_size)  # [n, v]
         if mesh.tp.rank == 0:
-            whole = whole.to("cpu", torch.float32)  # not in `decide`: a failure of the device is no row's fault
+            whole = whole.to("cpu", torch.float32)  # not in `decide`: a device failure must not fail single rows
             try:
                 answer["decision"] = decide(whole)
             except NumericsError as failure:

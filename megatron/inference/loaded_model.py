@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any layout for inference: its network, its tokenizer and what it was trained with.
+"""Opens a checkpoint of any layout for inference: network, tokenizer and configuration.
 
 On a CPU its weights are packed for the few rows of text generation.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from megatron import log
-from megatron.checkpoint import Found, folder_of_step, load_newest, newest_record
+from megatron.checkpoint import LoadedCheckpoint, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.record import Record
 from megatron.config import LoadingConfig, PrecisionConfig, RunConfig
-from megatron.config.program_flags import laid_over
+from megatron.config.program_flags import with_overrides
 from megatron.config.sections.parallel import without_training
 from megatron.engine.pipeline.chunks import stage_bounds
 from megatron.errors import CheckpointError, ConfigError
@@ -32,24 +32,24 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.pieces import filling_weights
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import EVENLY
-from megatron.parallel.shard_spec import place, shard_spec_of
+from megatron.parallel.shard_spec import annotate, shard_spec_of
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tokenizers.record import check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 
-_SPARE = 4  # copies of a head that must fit into the free memory before one is made
+_SPARE = 4  # copies of the head that must fit into free memory before one is made
 _MEBIBYTE = 1 << 20
 _NOTABLE_BYTES = 64 << 20  # less is not reported
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A network in evaluation mode with everything needed to feed it text.
+    """A network in evaluation mode with its tokenizer and configuration.
 
     Attributes:
-        config: of the run that saved the checkpoint, with the flags applied to it and this mesh's layout; its experts
-            drop no tokens.
-        model: this rank's layers: its pipeline stage; `Forward` runs all stages.
+        config: the configuration of the run that saved the checkpoint, with the given flags and this mesh's layout;
+            experts drop no tokens.
+        model: the layers of this rank's pipeline stage; `Forward` runs all stages.
         path: the checkpoint that was loaded.
         step: its training step.
     """
@@ -63,17 +63,17 @@ class LoadedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that may be generated: those the tokenizer knows, of which the network may have more."""
+        """Number of tokens that may be generated: the tokenizer's, even if the network has more."""
         return min(self.config.model.vocab_size, self.tokenizer.vocab_size)
 
     @property
     def sees_prompts(self) -> bool:
-        """Whether the tokens of a prompt attend to each other in both directions, as prefixes did in training."""
+        """True if the tokens of a prompt attend to each other in both directions, as prefixes in training."""
         return self.config.loss.has_prefixes
 
     @property
     def positions(self) -> int:
-        """The most tokens of one text, prompt included (--max-position-embeddings)."""
+        """Most tokens of a text, prompt included (--max-position-embeddings)."""
         return self.config.model.max_position_embeddings
 
     @property
@@ -89,13 +89,13 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     """Builds a checkpoint's network on this mesh and loads its weights; collective over the mesh.
 
     Args:
-        load: folder of checkpoints, of which the newest that verifies is used, or one checkpoint (--load).
-        given: flags of the trainer that were given to the tool, by "section.field" (`parse_over`).
+        load: folder of checkpoints, whose newest valid one is used, or one checkpoint (--load).
+        given: trainer flags given to the tool, by "section.field" (`parse_over`).
 
     Raises:
-        CheckpointError: there is no usable checkpoint, or it was trained with another tokenizer.
-        ConfigError: a flag contradicts the checkpoint, files of the tokenizer are gone, or there are more pipeline
-            stages than blocks, or the network is an encoder, which predicts no next tokens.
+        CheckpointError: no usable checkpoint, or one trained with another tokenizer.
+        ConfigError: a flag contradicts the checkpoint, files of the tokenizer are missing, more pipeline
+            stages than blocks, or the network is an encoder.
     """
     step = LoadingConfig(
         load=load, ckpt_step=given.get("loading.ckpt_step"), load_tag=given.get("loading.load_tag")
@@ -109,21 +109,23 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     record = Record.from_json(newest.record, newest.path)
     config = RunConfig.from_json(record.config)
     layout = without_training(config.parallel, mesh.tp.size, mesh.pp.size)
-    config = laid_over(replace(config, parallel=layout), given)
+    config = with_overrides(replace(config, parallel=layout), given)
     if config.model.bidirectional:
         raise ConfigError(
-            f"the checkpoint {newest.path} holds an encoder (--bidirectional, --objective {config.loss.objective}): it "
-            "predicts masked tokens, not the next ones, so it neither writes text nor scores continuations. Evaluate "
-            "it with pretrain_bert.py --eval-only, or give a GPT checkpoint."
+            f"the checkpoint {newest.path} holds an encoder (--bidirectional, --objective {config.loss.objective}), "
+            "which predicts masked tokens and cannot generate text or score continuations. Evaluate it with "
+            "pretrain_bert.py --eval-only, or give a GPT checkpoint."
         )
     tokenizer = _tokenizer(config, given, newest.path)
     check_same_tokenizer(f"the checkpoint {newest.path} was trained", record.tokenizer, tokenizer, CheckpointError)
     padded = config.parallel.padded_vocab_size(config.model.vocab_size)
-    # A text must not depend on those beside it, so experts drop no tokens.
+    # A text must not depend on the others of a batch, so experts drop no tokens.
     model_config = replace(config.model, padded_vocab_size=padded, disable_moe_token_dropping=True)
     config = replace(config, model=model_config)
     network = network_layers(config.model, mesh)
-    bounds = stage_bounds(network, Placement.loop(mesh.pp.size, 1), EVENLY)  # the head computes few positions
+    bounds = stage_bounds(
+        network, Placement.loop(mesh.pp.size, 1), EVENLY
+    )  # the head computes few positions, so it does not count
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])
     loaded = load_weights(model, source, mesh, known=newest)
     model = model.eval().to(_dtype(config.precision, mesh))
@@ -135,7 +137,7 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
     """The tokenizer of the checkpoint's configuration.
 
     Raises:
-        ConfigError: its files are not at the paths in the checkpoint or in the flags.
+        ConfigError: its files are missing at the paths of the checkpoint or the flags.
     """
     choice = TokenizerChoice.of(config.data)
     try:
@@ -156,7 +158,7 @@ def _tokenizer(config: RunConfig, given: Mapping[str, Any], checkpoint: Path) ->
 
 
 def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> torch.dtype:
-    """The dtype the network was trained in; float32 in place of float16 on the CPU."""
+    """The dtype of training; float32 instead of float16 on the CPU."""
     if precision.dtype_name == "float16" and mesh.device.type == "cpu":
         log.info("computing in float32: the CPU is slow in float16, the dtype of the checkpoint")
         return torch.float32
@@ -164,15 +166,17 @@ def _dtype(precision: PrecisionConfig, mesh: ParallelMesh) -> torch.dtype:
     return dtype
 
 
-def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: Found | None = None) -> Found:
-    """Loads the newest checkpoint that verifies, whatever layout wrote it; collective over the mesh. Says so on
-    standard error: standard output is for the program's results.
+def load_weights(
+    model: LayerStack, directory: Path, mesh: ParallelMesh, known: LoadedCheckpoint | None = None
+) -> LoadedCheckpoint:
+    """Loads the newest valid checkpoint, whatever layout wrote it; collective over the mesh. Logs it to standard error,
+    since standard output is for the program's results.
 
     Args:
         known: the result of `newest_record` for the directory.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it does not fit the network.
+        CheckpointError: no checkpoint, or one that does not fit the network.
     """
     loaded = load_newest(
         directory, lambda: filling_weights(model.stored_tensors()), mesh, known=known, announce=log.info
@@ -186,13 +190,12 @@ def load_weights(model: LayerStack, directory: Path, mesh: ParallelMesh, known: 
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Packs the matrices of a network that will only be run: not trained, saved or exported.
+    """Packs the matrices of a network for inference; it cannot be trained, saved or exported afterwards.
 
-    A packed matrix takes the place of the plain one. An output head that shares the word embedding has it in addition,
-    if there is memory.
+    A packed matrix replaces the plain one. An output head that shares the word embedding keeps both, if memory allows.
     """
     modules = list(model.modules())
-    owners = Counter(id(own) for module in modules for own in module.parameters(recurse=False))
+    owners = Counter(id(weight) for module in modules for weight in module.parameters(recurse=False))
     for module in modules:
         if not isinstance(module, (ColumnParallelLinear, RowParallelLinear, LatentProjection, OutputHead)):
             continue
@@ -204,7 +207,7 @@ def pack_weights(model: nn.Module) -> None:
         if owners[id(weight)] == 1:
             packed_weight = packed(weight)
             if packed_weight is not None:
-                module.weight = place(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
+                module.weight = annotate(nn.Parameter(packed_weight, requires_grad=False), shard_spec_of(weight))
         elif isinstance(module, OutputHead):
             _pack_shared(module, weight)
 

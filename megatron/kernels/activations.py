@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.choice import Implementation
 
-# Functions that `csrc/ops/activation` knows, by their codes.
+# The functions of `csrc/ops/activation`, by code.
 FUNCTIONS = types.MappingProxyType({"gelu": 0, "gelu_tanh": 1, "relu": 2, "squared_relu": 3, "silu": 4, "linear": 5})
 
 _QUICK_GELU = 1.702  # the slope at which a sigmoid is closest to GELU's
@@ -43,8 +43,8 @@ def activation(
 ) -> torch.Tensor:
     """The activation `name` of `x + bias`, elementwise.
 
-    The compiled one rounds once, at the end, keeps x alone for backward, and adds up the gradient of the bias while it
-    computes the gradient of x. It does not know `elu` and `quick_gelu`, which torch computes.
+    The compiled form rounds once, at the end, keeps only x for backward, and sums the gradient of the bias while it
+    computes the gradient of x. It lacks `elu` and `quick_gelu`, which torch computes.
 
     Shapes: x `[..., f]`, bias `[f]`; result as x.
     """
@@ -62,13 +62,13 @@ def gated(
     offset: float = 0.0,
     implementation: Implementation = Implementation.TORCH,
 ) -> torch.Tensor:
-    """The gated unit `activation(gate) * (up + offset)` of `x + bias`; compiled, as `activation`, without limit and
-    offset.
+    """The gated unit `activation(gate) * (up + offset)` of `x + bias`; compiled like `activation`, unless with a limit
+    or an offset.
 
-    Shapes: x `[..., 2, f]`, first the gate, then up; bias `[2 * f]`; result `[..., f]`.
+    Shapes: x `[..., 2, f]` in the order gate, up; bias `[2 * f]`; result `[..., f]`.
 
     Args:
-        limit: what the gate is at most, and the size of up; None for none.
+        limit: upper bound of the gate, and bound of the absolute value of up; None for none.
 
     Source: Shazeer, "GLU variants improve transformer", 2020, section 2; limit and offset: gpt-oss, as NVIDIA
     Megatron-LM's `activation_func_clamp_value` and `glu_linear_offset`.
@@ -89,7 +89,7 @@ def gated(
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operation with torch; once, after the library is loaded."""
     torch.library.register_fake("megatron::activation", _shape)
     torch.library.register_fake("megatron::activation_backward", _shapes_of_gradients)
 
@@ -103,7 +103,7 @@ def _limited(x: torch.Tensor, name: str, limit: float | None, offset: float) -> 
 
 
 class _LimitedGated(torch.autograd.Function):
-    """Keeps x alone for backward, which computes the rest again: seven tensors of the size of the result."""
+    """Keeps only x for backward, which recomputes seven tensors of the size of the result."""
 
     @staticmethod
     def forward(ctx, x, name, limit, offset):  # type: ignore[no-untyped-def]
@@ -121,7 +121,7 @@ class _LimitedGated(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Backward writes the gradients of gate and up to their places, without a copy that joins them."""
+    """Backward writes the gradients of gate and up into one tensor, without a copy to join them."""
 
     @staticmethod
     def forward(ctx, x, name):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Which implementation of each operation is used: requested by flag, or by a table of measurements."""
+"""The implementation of each operation: set by flag, or chosen by a table of measurements."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.sections.computation import CSRC, TORCH
 
 
 class Implementation(str, Enum):
-    """Where the code of an operation comes from."""
+    """An implementation of an operation."""
 
     TORCH = TORCH
     CSRC = CSRC
@@ -20,7 +20,7 @@ class Implementation(str, Enum):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The implementation of each operation, handed to the layers on the mesh."""
+    """The implementation of each operation, passed to the layers on the mesh."""
 
     softmax: Implementation = Implementation.TORCH
     norm: Implementation = Implementation.TORCH
@@ -37,7 +37,7 @@ class Kernels:
         return cls(**{field.name: implementation for field in dataclasses.fields(cls)})
 
     def replace(self, changes: Mapping[str, Implementation]) -> Kernels:
-        """With other implementations of some operations."""
+        """Returns a copy with other implementations of some operations."""
         return dataclasses.replace(self, **changes)
 
 
@@ -45,7 +45,7 @@ TORCH_KERNELS = Kernels()
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found, without importing more than the package that it lies in."""
+    """True if a module can be found; imports at most its parent package."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

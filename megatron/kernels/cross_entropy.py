@@ -1,4 +1,4 @@
-"""Cross-entropy over a slice of the vocabulary: what the losses need to know of a row of logits, and its gradient."""
+"""Cross-entropy over a slice of the vocabulary: the statistics of a row of logits for its losses, and the gradient."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ _BLOCK_VALUES_GPU = 1 << 26
 
 
 class RowStatistics(NamedTuple):
-    """What the losses of a row depend on. Slices of a vocabulary are combined by a maximum and sums.
+    """The statistics of a row that its losses depend on; those of vocabulary slices combine by a maximum and sums.
 
     Shapes: each `[n]`, float32 (float64 for logits in float64).
 
     Attributes:
-        largest: the largest logit; the smallest finite number without columns.
-        total: the sum of exp(logit - largest).
-        target: the logit of the label, 0 if it is not among the columns.
-        whole: the sum of the logits, if requested.
+        largest: the largest logit; the lowest finite number if there are no columns.
+        total: sum of exp(logit - largest).
+        target: the label's logit; 0 if the label is not among the columns.
+        logit_sum: the sum of the logits, if requested.
     """
 
     largest: torch.Tensor
     total: torch.Tensor
     target: torch.Tensor
-    whole: torch.Tensor | None
+    logit_sum: torch.Tensor | None
 
 
 class LossGradients(NamedTuple):
-    """The derivatives of what is minimized by the losses of each row; None means zeros.
+    """The derivatives of the objective by the terms of each row's loss; None means zeros.
 
     Shapes: each `[n]`.
 
     Attributes:
-        of_label: by the cross-entropy, log normalizer - logit of the label.
+        of_label: by the cross-entropy, log normalizer - label's logit.
         of_normalizer: by the log normalizer.
         of_uniform: by the cross-entropy with the uniform distribution, log normalizer - mean logit.
     """
@@ -54,30 +54,30 @@ def logit_statistics(
     valid: int,
     *,
     softcap: float | None = None,
-    with_whole: bool = False,
+    with_logit_sum: bool = False,
     block_values: int | None = None,
     implementation: Implementation = Implementation.TORCH,
 ) -> RowStatistics:
     """The statistics of every row of logits.
 
-    Shapes: logits `[n, v/t]`; labels `[n]` int64, as indices of columns, some of which may lie outside.
+    Shapes: logits `[n, v/t]`; labels `[n]` int64, indices of columns, possibly out of range.
 
     Args:
-        valid: the number of columns that count, the first ones; the others are padding.
-        softcap: the logits are `cap * tanh(logit / cap)` of those given, if not None.
-        with_whole: whether to compute `RowStatistics.whole`.
-        block_values: maximum number of logits that torch's operations hold in float32 at once, but at least one row;
-            does not affect the result.
+        valid: number of leading columns that count; the others are padding.
+        softcap: apply `cap * tanh(logit / cap)` to the logits first.
+        with_logit_sum: compute `RowStatistics.logit_sum`.
+        block_values: most logits that torch's operations hold in float32 at once, but at least one row; does not affect
+            the result.
     """
     if implementation is Implementation.CSRC:
         statistics = torch.ops.megatron.logit_statistics(logits, labels, valid, softcap or 0.0)  # [4, n]
-        return RowStatistics(statistics[0], statistics[1], statistics[2], statistics[3] if with_whole else None)
+        return RowStatistics(statistics[0], statistics[1], statistics[2], statistics[3] if with_logit_sum else None)
     count = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if valid == 0:
         largest = torch.full((count,), torch.finfo(dtype).min, dtype=dtype, device=logits.device)
         total, target = torch.zeros_like(largest), torch.zeros_like(largest)
-        return RowStatistics(largest, total, target, torch.zeros_like(largest) if with_whole else None)
+        return RowStatistics(largest, total, target, torch.zeros_like(largest) if with_logit_sum else None)
     local, is_own = _columns_of(labels, valid)
     column = local.unsqueeze(1)
     parts = []
@@ -85,10 +85,10 @@ def logit_statistics(
         rows = _capped(_part(logits, block, valid), softcap)
         maxima = rows.amax(dim=1, keepdim=True).to(dtype)
         total = (rows - maxima).exp_().sum(dim=1)
-        whole = rows.sum(dim=1, dtype=dtype) if with_whole else None
-        parts.append((maxima, total, rows.gather(1, _part(column, block)).to(dtype), whole))
-    largest, total, target, whole = parts[0] if len(parts) == 1 else _joined(parts)
-    return RowStatistics(largest.squeeze(1), total, target.squeeze(1).masked_fill_(~is_own, 0.0), whole)
+        logit_sum = rows.sum(dim=1, dtype=dtype) if with_logit_sum else None
+        parts.append((maxima, total, rows.gather(1, _part(column, block)).to(dtype), logit_sum))
+    largest, total, target, logit_sum = parts[0] if len(parts) == 1 else _joined(parts)
+    return RowStatistics(largest.squeeze(1), total, target.squeeze(1).masked_fill_(~is_own, 0.0), logit_sum)
 
 
 def logit_gradient(
@@ -110,10 +110,10 @@ def logit_gradient(
 
     Args:
         normalizer: logarithm of the softmax denominator over the whole vocabulary.
-        valid: the number of columns that count, the first ones.
-        vocab_size: the number of valid columns on all ranks.
+        valid: as in `logit_statistics`.
+        vocab_size: number of valid columns on all ranks.
         softcap: as in `logit_statistics`; the gradient is with respect to the logits before it.
-        in_place: whether the logits are written over.
+        in_place: overwrite the logits.
         block_values: as in `logit_statistics`.
     """
     if implementation is Implementation.CSRC:
@@ -130,7 +130,7 @@ def cross_entropy_(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replaces logits of a whole vocabulary by the gradient of the weighted sum of cross-entropies.
 
-    It needs the compiled operations, which on a GPU read a row of half precision once.
+    Requires the compiled operations, which on a GPU read a half-precision row once.
 
     Shapes: logits `[n, v]`; labels `[n]` int64, weights `[n]`.
 
@@ -160,22 +160,22 @@ def _write_gradient(
     of_label, of_normalizer, of_uniform = (
         None if part is None else part.unsqueeze(1).to(normalizer.dtype) for part in gradients
     )
-    # A lone cross-entropy multiplies (probability - 1), not the two terms apart, which would round differently.
+    # Without other terms, (probability - 1) is multiplied as one; separate products would round differently.
     is_alone = of_normalizer is None and of_uniform is None
     present = [part for part in (of_label, of_normalizer, of_uniform) if part is not None]
     weights = sum(present[1:], present[0]) if present else torch.zeros_like(normalizer).unsqueeze(1)
     local, is_own = (part.unsqueeze(1) for part in _columns_of(labels, valid))
     at_label = is_own.to(normalizer.dtype) if is_alone or of_label is None else is_own * of_label
     for block in _blocks(logits, valid, block_values):
-        # results of full precision are computed in place; the subtraction converts half-precision logits without a copy
-        place = _part(result, block, valid) if result.dtype == normalizer.dtype else None
+        # float32 results are computed in target; for half precision the subtraction converts without a copy
+        target = _part(result, block, valid) if result.dtype == normalizer.dtype else None
         rows = _capped(_part(logits, block, valid), softcap)
         slope = None if softcap is None else (rows / softcap).square_().neg_().add_(1)
-        values = torch.sub(rows, _part(normalizer, block).unsqueeze(1), out=place).exp_()
+        values = torch.sub(rows, _part(normalizer, block).unsqueeze(1), out=target).exp_()
         if not is_alone:
             values.mul_(_part(weights, block))
         if of_label is not None:
-            # subtract only where the label is on this rank
+            # only if the label is on this rank
             values.scatter_add_(1, _part(local, block), -_part(at_label, block))
         if of_uniform is not None:
             values.sub_(_part(of_uniform, block) / vocab_size)
@@ -183,20 +183,20 @@ def _write_gradient(
             values.mul_(_part(weights, block))
         if slope is not None:
             values.mul_(slope)
-        if place is None:
+        if target is None:
             _part(result, block, valid).copy_(values)
     return result
 
 
 def _part(rows: torch.Tensor, block: slice, valid: int | None = None) -> torch.Tensor:
-    """Some rows, and the first columns of a matrix; no slice of what is all of it, which a small network would feel."""
+    """The rows of a block, and the first columns; avoids slices of everything, which cost time in small networks."""
     if block.start != 0 or block.stop != len(rows):
         rows = rows[block]
     return rows if valid is None or valid == rows.shape[1] else rows[:, :valid]
 
 
 def _columns_of(labels: torch.Tensor, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The column of each label, the nearest one for a label outside the first `valid`, and whether it is inside."""
+    """The column of each label, clamped to the first `valid`, and True for labels that are inside."""
     nearest = labels.clamp(0, valid - 1)
     return nearest, nearest == labels
 
@@ -220,8 +220,8 @@ def _blocks(logits: torch.Tensor, valid: int, block_values: int | None) -> list[
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operations; once, after the library is loaded. `vocab_parallel_losses` and
-    `head_losses` know their derivatives.
+    """Registers the result shapes of the compiled operations with torch; once, after the library is loaded. Their
+    derivatives are defined by `vocab_parallel_losses` and `head_losses`.
     """
     torch.library.register_fake("megatron::logit_statistics", _fake_statistics)
     torch.library.register_fake("megatron::logit_gradient", lambda logits, *others: logits.new_empty(logits.shape))

@@ -13,14 +13,14 @@ from megatron.kernels.hashing import counters, half_words, low_half, mix_32, mix
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which entries are dropped: a hash of an entry's coordinates, so nothing is drawn and nothing needs to be kept.
+    """A dropout mask as a hash of each entry's coordinates, which needs no random state and no stored mask.
 
     Shapes: rows `[...]` int64, the hashed coordinates of each row of the values `[..., h]`.
 
     Attributes:
         threshold: the probability in units of 1 / 65536.
-        column_base: what the hashes of columns begin with; a tensor `[]` int64 in a program of torch.compile, which
-            then serves all sites.
+        column_base: start value of the columns' hashes; a tensor `[]` int64 under torch.compile, so that one program
+            serves all sites.
     """
 
     rows: torch.Tensor
@@ -29,18 +29,16 @@ class Dropout:
 
     @property
     def is_traced(self) -> bool:
-        """Whether it belongs to a program of torch.compile, which fuses torch's operations and has no number to give to
-        the compiled ones.
-        """
+        """True under torch.compile, which fuses torch's operations and cannot pass a number to the compiled ones."""
         return isinstance(self.column_base, torch.Tensor)
 
     @property
     def scale(self) -> float:
-        """What kept entries are multiplied by."""
+        """The factor of kept entries."""
         return DROPOUT_STEPS / (DROPOUT_STEPS - self.threshold) if self.threshold < DROPOUT_STEPS else 0.0
 
     def kept(self, columns: int) -> torch.Tensor:
-        """Which entries to keep: one 32-bit hash of (row, pair of columns) decides two neighbours with 16 bits each.
+        """The mask of kept entries: one 32-bit hash of (row, pair of columns) decides two neighbours with 16 bits each.
 
         Shapes: result `[..., columns]` bool.
         """
@@ -49,13 +47,13 @@ class Dropout:
         column = mix_64(counters(0, pairs, self.rows.device) ^ base)  # [columns/2]
         bits = low_half(self.rows).unsqueeze(-1) ^ low_half(column)  # [..., columns/2] int32
         bits = half_words(mix_32(bits))  # [..., columns or columns + 1]
-        whole = self.threshold >= DROPOUT_STEPS
-        keep = torch.zeros_like(bits, dtype=torch.bool) if whole else bits >= self.threshold - DROPOUT_STEPS // 2
+        drops_all = self.threshold >= DROPOUT_STEPS
+        keep = torch.zeros_like(bits, dtype=torch.bool) if drops_all else bits >= self.threshold - DROPOUT_STEPS // 2
         return keep[..., :columns] if keep.shape[-1] != columns else keep
 
 
 def operands(dropout: Dropout | None) -> tuple[torch.Tensor | None, int, int]:
-    """What compiled operations take in place of a dropout: rows, threshold and base of the columns' hashes."""
+    """The arguments of a dropout for compiled operations: rows, threshold and base of the columns' hashes."""
     if dropout is None or not isinstance(dropout.column_base, int):
         return None, 0, 0
     return dropout.rows, dropout.threshold, signed(dropout.column_base, 64)
@@ -72,12 +70,12 @@ def dropout_add(
 ) -> torch.Tensor:
     """`residual + multiplier * dropout(x + bias)`.
 
-    In float32 both implementations give the same bits; in half precision the compiled one rounds once, at the end. It
-    keeps nothing but the rows' hashes for backward, the other a mask of one byte per entry.
+    In float32 both implementations are bitwise equal; in half precision the compiled one rounds once, at the end. For
+    backward it keeps only the rows' hashes, the other a mask of one byte per entry.
 
     Shapes: x and residual `[..., h]`, bias `[h]`; result as x.
     """
-    combines = dropout is not None or bias is not None or multiplier != 1  # torch adds two tensors as fast
+    combines = dropout is not None or bias is not None or multiplier != 1  # torch's plain addition is as fast
     is_traced = dropout is not None and dropout.is_traced
     takes_it = implementation is Implementation.CSRC and combines and not is_traced
     if takes_it and (residual is None or residual.dtype == x.dtype):
@@ -116,7 +114,7 @@ def _masked_scale(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Te
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operation with torch; once, after the library is loaded."""
     torch.library.register_fake("megatron::dropout_add", lambda x, *others: torch.empty_like(x.contiguous()))
     torch.library.register_fake("megatron::dropout_add_backward", _shapes_of_gradients)
 

@@ -1,4 +1,4 @@
-"""Lookup of token ids in a vocabulary shard; ids of other shards give zeros."""
+"""Embedding lookup in a vocabulary shard; ids of other shards give zeros."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def lookup(
     is_whole: bool = True,
     implementation: Implementation = Implementation.TORCH,
 ) -> torch.Tensor:
-    """The rows of some ids.
+    """Looks up the rows of ids.
 
-    The gradients of the rows of equal ids are added in float32 also for half precision: rounded to bfloat16 after each
-    addition, the sum over a frequent token stops growing. Compiled, they are added in the order of their positions: the
-    sum does not depend on the number of threads, and on a GPU not on the order in which they run.
+    Gradients of equal ids are summed in float32 even in half precision: rounded to bfloat16 after each addition, the
+    sum over a frequent token would stop growing. The compiled form adds them in the order of their positions, so that
+    sums do not depend on the number or order of threads.
 
     Shapes: weight `[v/t, h]`, ids `[...]` int64; result `[..., h]`.
 
     Args:
         first_row: the id of the shard's first row.
-        is_whole: whether the shard has a row for every id.
+        is_whole: True if the shard has a row for every id.
     """
     if implementation is Implementation.CSRC:
         return torch.ops.megatron.embedding(weight, ids, first_row)  # type: ignore[no-any-return]
@@ -41,12 +41,12 @@ def lookup(
 
 def _looked_up(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if weight.dtype in (torch.bfloat16, torch.float16) and weight.requires_grad and torch.is_grad_enabled():
-        return _WideSums.apply(weight, ids)  # type: ignore[no-any-return]
+        return _Float32Sums.apply(weight, ids)  # type: ignore[no-any-return]
     return F.embedding(ids, weight)
 
 
-class _WideSums(torch.autograd.Function):
-    """A lookup in half precision whose gradient is summed in float32, for the ids that occur and no others."""
+class _Float32Sums(torch.autograd.Function):
+    """A lookup in half precision whose gradient is summed in float32, only for ids that occur."""
 
     @staticmethod
     def forward(ctx, weight, ids):  # type: ignore[no-untyped-def]
@@ -64,15 +64,15 @@ class _WideSums(torch.autograd.Function):
             return result, None
         ordered, positions = flat.sort()
         is_next = ordered.diff(prepend=ordered[:1]).ne_(0)
-        place = torch.empty_like(flat).scatter_(0, positions, is_next.cumsum(0))  # of each id among those that occur
+        group = torch.empty_like(flat).scatter_(0, positions, is_next.cumsum(0))  # index among the distinct ids
         most = min(len(flat), ctx.rows)
-        sums = torch.ops.aten.embedding_dense_backward(rows.float(), place, most, -1, False)
-        # Positions of one id all write its sum: a list without repetitions would have a length only the device knows.
-        return result.index_copy_(0, flat, sums.to(rows.dtype)[place]), None
+        sums = torch.ops.aten.embedding_dense_backward(rows.float(), group, most, -1, False)
+        # All positions of an id write its sum: the number of distinct ids is only available on the device.
+        return result.index_copy_(0, flat, sums.to(rows.dtype)[group]), None
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operation with torch; once, after the library is loaded."""
     torch.library.register_fake(
         "megatron::embedding", lambda weight, ids, first_row: weight.new_empty((*ids.shape, weight.shape[1]))
     )

@@ -1,12 +1,11 @@
-"""Products of matrices in eight bits: both factors are scaled into the range of a float8 format and rounded to it,
-multiplied with sums in float32, and the result is scaled back. Linear layers and their gradients are made of them where
-that is asked for and the sizes allow it.
+"""FP8 matrix products: both factors are scaled into the range of a float8 format, rounded, and multiplied with sums in
+float32; the result is scaled back. Linear layers and their gradients use them with `--fp8-format`, if sizes allow.
 
-Scales are powers of two, the largest with which no value leaves the range: multiplying by them rounds nothing, so a
-value is rounded once, and in the same way under any scale that does not make it subnormal. They come from the values at
-hand ("current scaling"), on the device: nothing waits for the host, and no history is kept.
+Scales are the largest powers of two with which all values stay in range: multiplying by them is exact, so a value is
+rounded once, and alike with any scale that does not make it subnormal. They are computed from the present values
+("current scaling") on the device, without synchronizing and without a history.
 
-Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, for the formats and which tensors take which.
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022, for the formats and the tensors that use them.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from megatron.config.sections.computation import HYBRID, ROWWISE
 from megatron.kernels import products
 
 FORWARD_DTYPE = torch.float8_e4m3fn
-MULTIPLE = 16  # of which the kernels want the sizes of both factors, except for the rows of the first one
-# Below it the largest value of a tensor counts as this: its scale is finite, and zeros stay zeros.
+MULTIPLE = 16  # divisor that kernels require of all sizes of the factors, except the rows of the first
+# Lower bound of a tensor's largest value, so that its scale is finite and zeros stay zeros.
 _SMALLEST = 2.0**-100
 _EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 @dataclass(frozen=True)
 class Float8:
-    """How the products of a layer are computed in eight bits.
+    """The settings of a layer's FP8 products.
 
     Attributes:
-        gradient_dtype: of the gradients of outputs; activations and weights are in `FORWARD_DTYPE`.
-        by_row: whether every row of a factor has its own scale, not the factor as a whole.
-        has_weight_gradients: whether gradients of weights are computed in eight bits too.
-        is_emulated: whether the rounded factors are multiplied in float32, on any device.
+        gradient_dtype: dtype of output gradients; activations and weights are in `FORWARD_DTYPE`.
+        by_row: one scale per row of a factor, instead of one per factor.
+        has_weight_gradients: compute gradients of weights in FP8, too.
+        is_emulated: multiply the rounded factors in float32, on any device.
     """
 
     gradient_dtype: torch.dtype = torch.float8_e5m2
@@ -46,7 +45,7 @@ class Float8:
 
     @classmethod
     def of(cls, precision: PrecisionConfig) -> Float8:
-        """How the flags of a run with `--fp8-format` want them."""
+        """The settings of a run with `--fp8-format`."""
         return cls(
             gradient_dtype=torch.float8_e5m2 if precision.fp8_format == HYBRID else FORWARD_DTYPE,
             by_row=precision.fp8_recipe == ROWWISE,
@@ -60,7 +59,7 @@ class Quantized(NamedTuple):
 
     Attributes:
         values: `[r, k]` in float8, contiguous.
-        inverse: what they are multiplied by, float32, `[]` or `[r, 1]`.
+        inverse: inverse of the scale, float32, `[]` or `[r, 1]`.
     """
 
     values: torch.Tensor
@@ -68,9 +67,9 @@ class Quantized(NamedTuple):
 
 
 def quantized(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool) -> Quantized:
-    """Rounds a matrix to float8, as a whole or each row with a scale of its own.
+    """Rounds a matrix to float8, with one scale or one per row.
 
-    Where a value is infinite or not a number, all that share its scale become NaN, so that an overflow is not lost.
+    All values that share their scale with an infinite value or NaN become NaN, so that no overflow is lost.
 
     Shapes: `[r, k]`.
     """
@@ -78,7 +77,7 @@ def quantized(matrix: torch.Tensor, dtype: torch.dtype, *, by_row: bool) -> Quan
     largest = torch.linalg.vector_norm(matrix, torch.inf, dim=dimension, keepdim=by_row, dtype=torch.float32).clamp_min(
         _SMALLEST
     )
-    # Without its mantissa a float is the power of two at or below it.
+    # Clearing the mantissa of a float gives the power of two at or below it.
     exponent = (torch.finfo(dtype).max / largest).view(torch.int32) & _EXPONENT_BITS
     scale = torch.where(largest.isfinite(), exponent.view(torch.float32), torch.nan)
     return Quantized((matrix * scale.to(matrix.dtype)).to(dtype).contiguous(), scale.reciprocal())
@@ -96,8 +95,7 @@ def scaled_product(
     """`a b^T + bias`, rounded once.
 
     Args:
-        is_forward: whether sums may be kept in fewer bits, which Hopper GPUs do faster: enough for activations, too few
-            for gradients.
+        is_forward: allow Hopper's faster sums in fewer bits, accurate enough for activations but not for gradients.
 
     Shapes: a `[m, k]`, b `[n, k]`, bias `[n]`; result `[m, n]`.
     """
@@ -119,7 +117,7 @@ def scaled_product(
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, float8: Float8 | None = None
 ) -> torch.Tensor:
-    """`x W^T + b`, in eight bits if `float8` says so and the sizes of the weight are multiples of 16.
+    """`x W^T + b`, in FP8 with `float8` if the sizes of the weight are multiples of 16.
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
@@ -140,7 +138,7 @@ def input_gradient(gradient: torch.Tensor, weight: torch.Tensor, float8: Float8 
 def weight_gradient(
     x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype, float8: Float8 | None = None
 ) -> torch.Tensor:
-    """The gradient of `linear`'s weight, in eight bits if the number of tokens is a multiple of 16 too.
+    """The gradient of `linear`'s weight, in FP8 if the number of tokens is a multiple of 16, too.
 
     Shapes: x `[..., i]`, gradient `[..., o]`; result `[o, i]`.
     """
@@ -162,9 +160,7 @@ def _are_multiples(*sizes: int) -> bool:
 
 
 class _Float8Linear(torch.autograd.Function):
-    """Keeps its input as it came, as the product in more bits does: of the gradient of the weight the rows are others,
-    and so are their scales.
-    """
+    """Keeps its input unrounded: the weight gradient needs other rows, and so other scales."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, float8):  # type: ignore[no-untyped-def]
@@ -173,7 +169,7 @@ class _Float8Linear(torch.autograd.Function):
         rows = quantized(x.reshape(-1, x.shape[-1]), FORWARD_DTYPE, by_row=float8.by_row)
         columns = quantized(weight, FORWARD_DTYPE, by_row=float8.by_row)
         product = scaled_product(rows, columns, x.dtype, float8, bias=bias, is_forward=True)
-        # As in torch's own product: autograd refuses that a view is summed over ranks in place.
+        # As in torch's product: autograd rejects an in-place sum over ranks of a view.
         return torch.ops.aten._unsafe_view(product, [*x.shape[:-1], weight.shape[0]])
 
     @staticmethod

@@ -20,8 +20,8 @@ def grouped_linear(
     """Multiplies every row by the transposed matrix of its group, and adds the group's bias; the gradients of an empty
     group's matrix and bias are zero.
 
-    On Hopper and data center Blackwell GPUs in bfloat16 one kernel computes all groups. Elsewhere it is a product per
-    group, for which the host reads `ends`, so a GPU is waited for; so it is without any rows, which no kernel is given.
+    On Hopper and data center Blackwell GPUs one kernel computes all groups in bfloat16. Otherwise there is one product
+    per group, and the host synchronizes to read `ends`; likewise without rows, which the kernel does not support.
 
     Shapes: x `[m, i]`, weight `[g, o, i]`, bias `[g, o]`, ends `[g]` int64, one past the last row of each group, the
         last being m; result `[m, o]`.
@@ -38,7 +38,7 @@ def grouped_linear(
 
 
 def equal_groups_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The same for groups of equal size, which the host knows: one batched product.
+    """`grouped_linear` for groups of equal size, as one batched product.
 
     Shapes: x `[g * m, i]`, weight `[g, o, i]`, bias `[g, o]`; result `[g * m, o]`.
     """
@@ -48,9 +48,9 @@ def equal_groups_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 def _has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor, generation: int) -> bool:
-    """Whether torch's kernel takes these operands; it needs rows of a multiple of 16 bytes.
+    """True if torch's kernel supports these operands; it requires rows of a multiple of 16 bytes.
 
-    It was written for Hopper and refuses other GPUs until torch 2.9, which has one for data center Blackwell too.
+    Until torch 2.9, which added data center Blackwell, it supports Hopper only.
     """
     if x.dtype is not torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
@@ -68,9 +68,9 @@ def _generation(x: torch.Tensor) -> int:
 
 
 class _ZeroGradientIfEmpty(torch.autograd.Function):
-    """The weights themselves; on the way back, zeros for groups without rows.
+    """The identity, whose backward zeroes the gradients of groups without rows.
 
-    On Blackwell torch's kernel leaves whatever the memory held there.
+    On Blackwell torch's kernel leaves those uninitialized.
 
     Source: https://github.com/pytorch/pytorch/issues/172439.
     """
@@ -89,10 +89,10 @@ class _ZeroGradientIfEmpty(torch.autograd.Function):
 
 
 class _GroupedBias(torch.autograd.Function):
-    """Adds the bias of its group to every row, without the host's knowing how many rows a group has.
+    """Adds the bias of its group to every row, without reading the groups' sizes on the host.
 
-    The gradient of a bias is the product of the group's gradients with ones, which torch's kernel adds up in float32
-    and always in the same order; of eight equal ones one is kept, since the kernel takes rows of 16 bytes.
+    The gradient of a bias is a product with ones, which torch's kernel sums in float32 and in a fixed order. It is
+    computed eight times, since the kernel requires rows of 16 bytes, and kept once.
     """
 
     @staticmethod
@@ -120,10 +120,10 @@ class _GroupedLinear(torch.autograd.Function):
         result = x.new_empty(x.shape[0], weight.shape[1])
         for group, (first, last) in enumerate(itertools.pairwise((0, *ends))):
             if last > first:
-                place = result[first:last]
+                target = result[first:last]
                 if bias is not None:
-                    place.copy_(bias[group])
-                add_product_(place, x[first:last], weight[group].t(), replaces=bias is None)
+                    target.copy_(bias[group])
+                add_product_(target, x[first:last], weight[group].t(), replaces=bias is None)
         return result
 
     @staticmethod
@@ -132,14 +132,14 @@ class _GroupedLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         of_x = torch.empty_like(x) if needs_x else None
-        of_weight = torch.empty_like(weight) if needs_weight else None
+        weight_gradient = torch.empty_like(weight) if needs_weight else None
         of_bias = weight.new_empty(weight.shape[:2]) if needs_bias else None
         for group, (first, last) in enumerate(itertools.pairwise((0, *ctx.ends))):
             rows = gradient[first:last]
             if of_x is not None and last > first:
                 add_product_(of_x[first:last], rows, weight[group], replaces=True)
-            if of_weight is not None:
-                add_product_(of_weight[group], rows.t(), x[first:last], replaces=True)  # zeros for an empty group
+            if weight_gradient is not None:
+                add_product_(weight_gradient[group], rows.t(), x[first:last], replaces=True)  # zeros for an empty group
             if of_bias is not None:
                 torch.sum(rows, dim=0, out=of_bias[group])
-        return of_x, of_weight, of_bias, None
+        return of_x, weight_gradient, of_bias, None

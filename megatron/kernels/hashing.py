@@ -51,9 +51,9 @@ def mix_32(state: torch.Tensor) -> torch.Tensor:
 def counters(first: int, last: int, device: torch.device) -> torch.Tensor:
     """Multiples of the golden-ratio increment: successive states of splitmix64.
 
-    Where torch.compile traces, the numbers come out of an operation on bits: a product of consecutive integers and a
-    constant it takes for an index, which a product that wraps is not (torch 2.13 shifts it as a Python integer, which
-    fails, or writes outside of the result).
+    For torch.compile the numbers come from a bit operation: it takes a product of consecutive integers and a constant
+    for an index, but this product wraps (torch 2.13 shifts it as a Python integer, which fails or writes out of
+    bounds).
     """
     if torch.compiler.is_compiling():
         numbers = torch.arange(~first, ~last, -1, dtype=torch.int64, device=device).bitwise_not()

@@ -1,4 +1,4 @@
-"""2-norms and sums of lists of tensors; compiled, one launch serves a whole list."""
+"""2-norms and sums of lists of tensors; compiled, in one launch per list."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The 2-norm of all elements of a list, and of each tensor; float32, on the tensors' device.
 
-    The compiled one sums squares in float64, in a fixed order, so that no number of elements makes it inexact and equal
-    inputs give equal bits.
+    The compiled form sums squares in float64 and in a fixed order, so that it stays accurate for any number of elements
+    and deterministic.
 
     Shapes: results `[]`, and `[n]` or, unless `per_tensor`, `[0]`.
 
@@ -27,7 +27,7 @@ def norm(
         tensors: at least one, all on one device; float32, float16 or bfloat16.
 
     Raises:
-        ValueError: there are none.
+        ValueError: an empty list.
     """
     _check_any(tensors)
     if implementation is Implementation.CSRC:
@@ -39,7 +39,7 @@ def norm(
 def square_sum(tensors: Tensors, *, implementation: Implementation = Implementation.TORCH) -> torch.Tensor:
     """The sum of the squares of all elements of a list; float64, on the tensors' device.
 
-    Squares are added in float64. The compiled sum is that of a norm rounded to float32.
+    Squares are added in float64. The compiled form squares the norm, rounded to float32.
 
     Shapes: result `[]`.
 
@@ -47,7 +47,7 @@ def square_sum(tensors: Tensors, *, implementation: Implementation = Implementat
         tensors: at least one, dense, all on one device; float32, float16 or bfloat16.
 
     Raises:
-        ValueError: there are none.
+        ValueError: an empty list.
     """
     _check_any(tensors)
     if implementation is Implementation.CSRC:
@@ -59,7 +59,7 @@ def square_sum(tensors: Tensors, *, implementation: Implementation = Implementat
 def add_(totals: Tensors, addends: Tensors, *, implementation: Implementation = Implementation.TORCH) -> None:
     """`total += addend` for each pair, in float32.
 
-    torch adds tensors of another dtype one by one on a GPU, with a launch for each.
+    On a GPU, torch adds tensors of another dtype one by one, with a launch for each.
 
     Args:
         totals: float32, all on one device.
@@ -72,18 +72,18 @@ def add_(totals: Tensors, addends: Tensors, *, implementation: Implementation = 
 
 
 def _host_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """A tensor in parts that torch reduces on a CPU without a large copy in float64."""
+    """Splits a tensor so that torch reduces it on a CPU without a large copy in float64."""
     is_split = tensor.device.type == "cpu" and tensor.numel() > _HOST_ELEMENTS and tensor.is_contiguous()
     return tensor.view(-1).split(_HOST_ELEMENTS) if is_split else (tensor,)
 
 
 def _check_any(tensors: Tensors) -> None:
     if not tensors:
-        raise ValueError("the list has 0 tensors, so no device is known for the result; it must have at least one")
+        raise ValueError("expected at least one tensor, whose device the result takes, got an empty list")
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operations' results; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operations with torch; once, after the library is loaded."""
     torch.library.register_fake("megatron::multi_tensor_norm", _fake_norm)
     torch.library.register_fake("megatron::multi_tensor_add_", lambda *arguments: None)
 

@@ -1,4 +1,4 @@
-"""Norms over the last dimension, also of a sum; statistics in float32 also for half-precision input."""
+"""Norms over the last dimension, also of a sum; statistics are in float32 even for half-precision input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rms_norm(
     """RMS norm, the result in the dtype of x.
 
     In half precision the normalized values are rounded before the product with the weight, as in Llama; with a
-    zero-centred weight after it, as in Gemma.
+    zero-centered weight after it, as in Gemma.
 
     Shapes: x `[..., h]`, weight `[h]`; result as x.
 
@@ -71,16 +71,16 @@ def add_norm(
     zero_centered: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`residual + (x + branch_bias)`, or what of it there is, and its norm; the compiled form does both in one pass.
+    """`residual + (x + branch_bias)`, without the terms that are None, and its norm; compiled in one pass.
 
-    In half precision the compiled one rounds the sum once, at its end, and the gradient of `branch_bias` is a sum of
-    values that were not rounded, unless a GPU's registers are too few for rows as long as these.
+    In half precision the compiled form rounds the sum once, at the end, and sums the gradient of `branch_bias` from
+    unrounded values, unless rows are too long for a GPU's registers.
 
     Shapes: x, residual and both results `[..., h]`; branch_bias `[h]`.
 
     Args:
-        subtract_mean: whether it is the layer norm; otherwise the RMS norm, which has no bias.
-        branch_bias: of the layer that made x.
+        subtract_mean: True for the layer norm; False for the RMS norm, which has no bias.
+        branch_bias: bias of the layer whose output is x.
     """
     if implementation is Implementation.CSRC and residual is not None and x.dtype is residual.dtype:
         operation = torch.ops.megatron.add_norm
@@ -112,7 +112,7 @@ def _normalized(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Backward in the fewest passes over x and the gradient; half the time of the composed operations on CPU."""
+    """Backward in few passes over x and the gradient; takes half the time of the composed operations on CPU."""
 
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered):  # type: ignore[no-untyped-def]
@@ -137,7 +137,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operations; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operations with torch; once, after the library is loaded."""
     torch.library.register_fake("megatron::norm", _norm_shapes)
     torch.library.register_fake("megatron::add_norm", _add_norm_shapes)
     torch.library.register_fake("megatron::norm_backward", _backward_shapes)

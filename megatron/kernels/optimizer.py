@@ -1,5 +1,5 @@
-"""AdamW: torch's, the compiled one of csrc, or bitsandbytes' with moments of 8 bits. `moment` gives the
-state of each of them the same names, so that a run saved with one resumes with another.
+"""AdamW: torch's, the compiled one of csrc, or bitsandbytes' with 8-bit moments. `moment` gives their states the same
+names, so that a run saved with one can resume with another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.kernels.choice import Implementation
 
 Groups = Iterable[dict[str, Any]]
 
-# Of each moment in the state of bitsandbytes: its codes, the scale of each block of 256, and the value of each code.
+# Keys of each moment in bitsandbytes' state: codes, scale of each block of 256, and value of each code.
 _PACKED: Mapping[str, tuple[str, str, str]] = types.MappingProxyType(
     {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
 )
@@ -25,10 +25,10 @@ _BLOCK = 256
 _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
 
-class _Chosen(NamedTuple):
-    """The parameters of a group that an update changes, and the copy of each in half precision, if they are kept.
+class _GroupUpdate(NamedTuple):
+    """The updated parameters of a group, and their copies in half precision, if any.
 
-    There is a gradient for each parameter, or for each part of the only one, from its first element on.
+    There is one gradient per parameter, or one per consecutive part of a single flat parameter.
     """
 
     group: dict[str, Any]
@@ -37,32 +37,32 @@ class _Chosen(NamedTuple):
     copies: list[torch.Tensor]
 
 
-# Where a function that must not be compiled keeps its uncompiled form, once it has been called.
+# The attribute in which a function that must not be compiled keeps its original, after its first call.
 _UNCOMPILED = "__dynamo_disable"
 
 
 def build_adamw(
     groups: Groups, *, lr: float, betas: tuple[float, float], implementation: Implementation = Implementation.TORCH
 ) -> torch.optim.Optimizer:
-    """AdamW over parameter groups, each with its `eps` and `weight_decay`."""
+    """Builds AdamW over parameter groups, each with its `eps` and `weight_decay`."""
     if implementation is Implementation.CSRC:
         return AdamW(groups, lr=lr, betas=betas)
     return FusedAdamW(groups, lr=lr, betas=betas)
 
 
 def eager(kind: type[_Kind]) -> type[_Kind]:
-    """An optimizer class whose step does not import torch's compiler: that takes as long as to import torch.
+    """A subclass whose step does not import torch's compiler, which takes as long as importing torch.
 
-    Functions of torch that must not be compiled import it in order to say so.
+    torch's functions that must not be compiled import the compiler to mark themselves.
     """
     step: Any = torch.no_grad()(inspect.unwrap(kind.step))
     return type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})
 
 
 def keep_compiler_unloaded() -> None:
-    """Lets the methods of optimizers be called without importing the compiler; idempotent.
+    """Keeps the methods of optimizers from importing the compiler; idempotent.
 
-    No program that the compiler makes for this project calls them. On a torch that has no such note, nothing changes.
+    No compiled program of this project calls them. Without effect on versions of torch that lack the mark.
 
     Source: PyTorch `torch/_compile.py`, `_disable_dynamo`.
     """
@@ -75,9 +75,9 @@ def keep_compiler_unloaded() -> None:
 
 
 def build_eight_bit_adamw(groups: Groups, *, lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """AdamW of bitsandbytes, whose moments take one byte each, in blocks with a scale.
+    """Builds bitsandbytes' AdamW, whose moments are 8-bit codes in blocks with a scale.
 
-    Tensors of fewer than 4096 values, and groups with a true `keeps_float32`, have moments in float32.
+    Tensors of fewer than 4096 values, and groups with `keeps_float32`, have moments in float32.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -88,8 +88,8 @@ def build_eight_bit_adamw(groups: Groups, *, lr: float, betas: tuple[float, floa
         import bitsandbytes
     except ImportError:
         raise ConfigError(
-            "--use-bnb-optimizer needs the package bitsandbytes, which is not installed. Install it with: pip install "
-            "bitsandbytes"
+            "--use-bnb-optimizer requires the package bitsandbytes, which is not installed. Install it with: pip "
+            "install bitsandbytes"
         ) from None
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW(groups, lr=lr, betas=betas, optim_bits=8)
     optimizer.register_step_pre_hook(lambda *_: _pack_moments(optimizer))
@@ -97,9 +97,9 @@ def build_eight_bit_adamw(groups: Groups, *, lr: float, betas: tuple[float, floa
 
 
 def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """A moment in the parameter's dtype, as checkpoints hold it; what is missing is zero.
+    """A moment in the parameter's dtype, as in checkpoints; zero if it does not exist yet.
 
-    What is written into it counts: one of 8 bits is unpacked here, and packed again before the next update.
+    It may be written to: an 8-bit moment is unpacked here, and packed again before the next update.
     """
     state = optimizer.state[parameter]
     packed = _PACKED.get(name, ("",))[0]
@@ -113,21 +113,21 @@ def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str)
 
 
 def can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a flag on the device can keep `update` from changing anything; an optimizer may say so in `can_skip`."""
+    """True if `update` can be skipped by a flag on the device; other optimizers declare it by `can_skip`."""
     is_fused_adamw = isinstance(optimizer, torch.optim.AdamW) and bool(optimizer.defaults["fused"])
     return is_fused_adamw or getattr(optimizer, "can_skip", False)
 
 
 def unless_skipped(skip: torch.Tensor | None, number: float, otherwise: float) -> float | torch.Tensor:
-    """A number of an update; if that may be dropped on the device, there, and the other one if it is."""
+    """`number`; with `skip` a tensor on the device, which is `otherwise` if the update is skipped."""
     return number if skip is None else torch.where(skip == 0, number, otherwise).to(torch.float32)
 
 
 def gradients_unless_skipped(
     skip: torch.Tensor | None, gradients: Sequence[torch.Tensor], momenta: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients in the dtypes of their momenta; of an update that is dropped the momenta, which a mean of both leaves
-    as they are, whatever is in the gradients.
+    """Gradients in the dtypes of their momenta; for a skipped update the momenta themselves, which their weighted mean
+    leaves unchanged.
     """
     pairs = [(gradient.to(kept.dtype), kept) for gradient, kept in zip(gradients, momenta, strict=True)]
     return [gradient if skip is None else torch.where(skip == 0, gradient, kept) for gradient, kept in pairs]
@@ -142,12 +142,12 @@ def update(
     copies: Sequence[Sequence[torch.Tensor]] = (),
     unflattened: Sequence[Sequence[torch.Tensor]] = (),
 ) -> None:
-    """One update of what has a gradient, by any of the optimizers; waits for nothing.
+    """Updates the parameters that have a gradient with any of the optimizers, without synchronizing.
 
-    What replaces `step` on the instance is passed over.
+    An override of `step` on the instance is ignored.
 
     Args:
-        gradient_factor: gradients are multiplied by it; unless the optimizer is compiled, that changes them.
+        gradient_factor: factor of the gradients, applied in place unless the optimizer is compiled.
         skip: one float32; unless it is 0, no weight, moment or count changes. For optimizers that `can_skip`.
         copies: for each group and parameter, a tensor that receives the new weights.
         unflattened: for the compiled AdamW, see `FusedAdamW.step`.
@@ -175,11 +175,11 @@ def update(
 
 
 class FusedAdamW(torch.optim.AdamW):
-    """AdamW by torch's fused kernel, which is handed its lists as they are.
+    """AdamW that calls torch's fused kernel directly with its lists.
 
-    The step of `torch.optim.AdamW(fused=True)` first asks every parameter for every option and sorts all tensors by
+    The step of `torch.optim.AdamW(fused=True)` first reads every option of every parameter and sorts all tensors by
     device and dtype, which takes as long as the update of a small network. State and options are the same. A step whose
-    gradients overflowed changes nothing, not even its count, and is noticed on the device, without waiting for it.
+    gradients overflowed changes nothing, not even its count; this is decided on the device, without synchronizing.
 
     Args:
         lr: a number, or a float32 tensor of one element on the parameters' device.
@@ -201,35 +201,35 @@ class FusedAdamW(torch.optim.AdamW):
         """Updates the parameters that have a gradient.
 
         Args:
-            gradient_factor: gradients are multiplied by it. A float32 tensor is read on the device.
+            gradient_factor: factor of the gradients; a float32 tensor is read on the device.
             skip: one float32; unless it is 0, nothing changes.
             copies: for each group and parameter, a tensor in half precision that receives the new weights.
-            unflattened: for each group, whose only parameter is flat, the gradients of the parts that follow one
-                another from its first element on, in any of the dtypes; in place of its own gradient. For `AdamW`.
+            unflattened: for each group with a single flat parameter, the gradients of its consecutive parts, in any of
+                the dtypes, instead of its own gradient. For `AdamW`.
         """
-        chosen = []
+        updates = []
         for number, group in enumerate(self.param_groups):
             if unflattened:
                 narrow = [] if copies is None else list(copies[number])
-                chosen.append(_Chosen(group, group["params"], list(unflattened[number]), narrow))
+                updates.append(_GroupUpdate(group, group["params"], list(unflattened[number]), narrow))
                 continue
-            places = [place for place, parameter in enumerate(group["params"]) if parameter.grad is not None]
-            if places:
-                narrow = [] if copies is None else [copies[number][place] for place in places]
-                updated = [group["params"][place] for place in places]
-                chosen.append(_Chosen(group, updated, [each.grad for each in updated], narrow))
-        if chosen:
-            self._update(chosen, gradient_factor, skip)
+            indices = [index for index, parameter in enumerate(group["params"]) if parameter.grad is not None]
+            if indices:
+                narrow = [] if copies is None else [copies[number][index] for index in indices]
+                updated = [group["params"][index] for index in indices]
+                updates.append(_GroupUpdate(group, updated, [each.grad for each in updated], narrow))
+        if updates:
+            self._update(updates, gradient_factor, skip)
 
     def _update(
-        self, chosen: Sequence[_Chosen], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
+        self, updates: Sequence[_GroupUpdate], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
     ) -> None:
-        divisor, counted = None, None if skip is None else 1 - skip  # which are read on the device
+        divisor, counted = None, None if skip is None else 1 - skip  # both are read on the device
         if isinstance(gradient_factor, torch.Tensor):
             divisor = gradient_factor.reciprocal()
         elif gradient_factor != 1.0:
-            divisor = torch.full((), 1 / gradient_factor, device=chosen[0][1][0].device)
-        for group, parameters, gradients, copies in chosen:
+            divisor = torch.full((), 1 / gradient_factor, device=updates[0][1][0].device)
+        for group, parameters, gradients, copies in updates:
             averages, squares, counts = self._moments(parameters)
             torch._foreach_add_(counts, 1 if counted is None else [counted] * len(counts))
             torch._fused_adamw_(
@@ -258,10 +258,10 @@ class FusedAdamW(torch.optim.AdamW):
         return tuple([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The state of a parameter; what is missing is zero."""
+        """The state of a parameter; missing moments and counts are set to zero."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         step = state.get("step")
-        if not torch.is_tensor(step) or step.device != parameter.device:  # from a checkpoint of an optimizer not fused
+        if not torch.is_tensor(step) or step.device != parameter.device:  # from a checkpoint of an unfused optimizer
             number = 0.0 if step is None else float(step)
             state["step"] = torch.full((), number, dtype=torch.float32, device=parameter.device)
         for name in ("exp_avg", "exp_avg_sq"):
@@ -271,27 +271,27 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class AdamW(FusedAdamW):
-    """AdamW that updates a whole list of tensors in one launch, and writes the weights in half precision in it.
+    """Compiled AdamW that updates a list of tensors in one launch, including their copies in half precision.
 
-    Weights and moments are float32; gradients may be in half precision, and stay as they are.
+    Weights and moments are float32; gradients may be in half precision, and are not changed.
 
     Raises:
         ConfigError: a parameter is not float32.
     """
 
     def _update(
-        self, chosen: Sequence[_Chosen], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
+        self, updates: Sequence[_GroupUpdate], gradient_factor: float | torch.Tensor, skip: torch.Tensor | None
     ) -> None:
-        for group, parameters, gradients, copies in chosen:
+        for group, parameters, gradients, copies in updates:
             on_device = [each if isinstance(each, torch.Tensor) else None for each in (group["lr"], gradient_factor)]
             *moments, counts = self._moments(parameters)
-            whole = counts[0]
+            count = counts[0]
             is_cut = len(gradients) != len(parameters) or gradients[0].shape != parameters[0].shape
             if is_cut:
                 gradients = [gradient.view(-1) for gradient in gradients]
                 sizes = [len(gradient) for gradient in gradients]
                 parameters, copies, *moments = (_parts(each, sizes) for each in (parameters, copies, *moments))
-                counts = list(whole.repeat(len(sizes)).unbind())
+                counts = list(count.repeat(len(sizes)).unbind())
             torch.ops.megatron.adamw_(
                 parameters,
                 [_alike(*pair) for pair in zip(gradients, parameters, strict=True)],
@@ -307,7 +307,7 @@ class AdamW(FusedAdamW):
                 skip,
             )
             if is_cut:
-                whole.copy_(counts[0])
+                count.copy_(counts[0])
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         if parameter.dtype != torch.float32:
@@ -319,7 +319,7 @@ class AdamW(FusedAdamW):
 
 
 def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count: int) -> None:
-    """Sets how many updates of a parameter the optimizer's state has seen: bias correction depends on it."""
+    """Sets the number of updates in a parameter's state, which bias correction depends on."""
     step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
     if torch.is_tensor(step):
         step.fill_(float(count))
@@ -328,13 +328,13 @@ def count_updates(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, cou
 
 
 def register() -> None:
-    """Tells torch that the compiled operation returns nothing; once, after the library is loaded."""
+    """Registers with torch that the compiled operation returns nothing; once, after the library is loaded."""
     torch.library.register_fake("megatron::adamw_", lambda *arguments: None)
 
 
 @torch.no_grad()
 def _pack_moments(optimizer: Any) -> None:
-    """Makes the state of every parameter that is about to be updated one that bitsandbytes knows."""
+    """Converts the state of every parameter that will be updated to bitsandbytes' form."""
     for group_number, group in enumerate(optimizer.param_groups):
         for number, parameter in enumerate(group["params"]):
             if parameter.grad is None:
@@ -366,8 +366,8 @@ def _unpacked(state: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 def _pack(state: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) -> None:
     """Writes a moment into the state, rounded to 8 bits.
 
-    The negative codes end above -1. So a block whose largest value is negative is scaled such that it gets the last of
-    them, and values that were unpacked before get their codes again.
+    The negative codes end above -1. So a block whose largest value is negative is scaled to the last of them, and
+    values that were unpacked before get the same codes again.
     """
     packed, scale, meaning = _PACKED[name]
     codes = state[packed]
@@ -386,9 +386,9 @@ def _pack(state: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) ->
     state[scale].copy_(largest)
 
 
-def _parts(whole: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The parts of a flat tensor, the only one, of these sizes from its first element on; none of none."""
-    return [part for each in whole for part in each.split([*sizes, len(each) - sum(sizes)])[: len(sizes)]]
+def _parts(count: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Splits the only tensor of a list, which is flat, into parts of these sizes; an empty list stays empty."""
+    return [part for each in count for part in each.split([*sizes, len(each) - sum(sizes)])[: len(sizes)]]
 
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

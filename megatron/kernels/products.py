@@ -1,4 +1,4 @@
-"""Matrix products of layers, in float32 where a CPU has no instructions for bfloat16."""
+"""Matrix products of layers, in float32 on CPUs without instructions for bfloat16."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.processor import cpu_vendor
 
 FEWEST_WIDE_ROWS = 16  # with fewer, converting the matrix takes longer than multiplying by it
 SMALLEST_PACKED = 1 << 17  # values of a matrix; smaller ones stay in a core's cache
-# A form of oneDNN's that is fast from 2 to 512 rows. With 1 row the layers of GPT-2 take a tenth longer than torch's
+# The layout of oneDNN that is fast from 2 to 512 rows. With 1 row the layers of GPT-2 take a tenth longer than torch's
 # product, and the head a quarter less.
 _PACKED_ROWS = 32
 
-# Multiplications of a product from which oneDNN's takes less time than that of the BLAS library behind torch's, where
-# that does not use all instructions of the CPU; and the size of the parts in which such a product is added to a sum.
+# Fewest multiplications of a product for which oneDNN is faster than torch's BLAS library, if that does not use all
+# instructions of the CPU; and the size of the parts in which such a product is added to a sum.
 SMALLEST_ONEDNN = 1 << 21
 PART_VALUES, FEWEST_PART_ROWS = 1 << 19, 64
 
-_ADDING_DEVICES = ("cuda",)  # on which torch may have products that add to a sum of another dtype
+_ADDING_DEVICES = ("cuda",)  # on which torch may support products that add to a sum of another dtype
 
-# The private operations as they are called here. One that has changed is not used.
+# The signatures of the private operations; one that has changed is not used.
 _PRODUCT = "(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm) -> Tensor Y"
 _PACKING = "(Tensor self, int? batch_size=None) -> Tensor Y"
 
@@ -35,20 +35,19 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     On x86 CPUs without instructions for bfloat16 torch's product takes three to four times as long as converting the
     operands to float32 and the result back, which is as exact: sums are float32 either way, and rounded once. The few
-    rows of text generation are multiplied as they are; those in float32 by oneDNN, which takes 0.5 to 0.9 times as long
-    as the BLAS library behind torch's product. Products of training in float32 are `matrix_product`s. A weight may be
-    `packed`.
+    rows of text generation are not converted; in float32 oneDNN multiplies them, which takes 0.5 to 0.9 times as long
+    as torch's BLAS library. Training in float32 uses `matrix_product`. A weight may be `packed`.
 
     Shapes: x `[..., i]`, weight `[o, i]`, bias `[o]`; result `[..., o]`.
     """
     if x.dtype is torch.bfloat16 and needs_widening(x) and _rows(x) >= FEWEST_WIDE_ROWS:
         return _WideLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
     if weight.is_mkldnn or (not torch.is_grad_enabled() and _is_for_onednn(x, weight)):
-        return _by_onednn(x, weight, bias)
-    if x.numel() * weight.shape[0] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(x):
+        return _onednn_product(x, weight, bias)
+    if x.numel() * weight.shape[0] >= SMALLEST_ONEDNN and _is_faster_with_onednn(x):
         if torch.is_grad_enabled():
             return _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-any-return]
-        return _by_onednn(x, weight, bias)
+        return _onednn_product(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -69,32 +68,32 @@ def weight_gradient(x: torch.Tensor, gradient: torch.Tensor, dtype: torch.dtype)
 def matrix_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a b`, without a gradient.
 
-    In float32 on x86 CPUs that are not Intel's, of which MKL, the library behind torch's product, leaves the AVX-512
-    instructions alone, oneDNN computes all but small products, in half the time.
+    In float32 on x86 CPUs that are not Intel's, oneDNN computes all but small products, in half the time: MKL, torch's
+    BLAS library, does not use their AVX-512 instructions.
 
     Shapes: `[..., j]` and `[j, k]` to `[..., k]`.
     """
-    if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(a):
-        return _by_onednn(a, b.t())
+    if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_faster_with_onednn(a):
+        return _onednn_product(a, b.t())
     return a @ b
 
 
 def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, replaces: bool = False) -> None:
     """`total += a b`, where the sum may be in float32 and the matrices in half precision.
 
-    Where torch can, the product itself adds to the sum, without rounding to half precision and without another pass
-    over the sum. What oneDNN computes is added by parts that stay in the cache.
+    If torch supports it, the product itself adds to the sum, without rounding to half precision and without another
+    pass over the sum. oneDNN's products are added in parts that stay in cache.
 
     Shapes: total `[i, k]`, a `[i, j]`, b `[j, k]`.
 
     Args:
-        replaces: `total = a b` instead: what was there is not read.
+        replaces: compute `total = a b` instead, without reading `total`.
     """
     beta = 0 if replaces else 1
-    if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_sooner_by_onednn(a):
-        for place, rows, columns in _parts(total, a, b):
-            product = _by_onednn(rows, columns.t())
-            _ = place.copy_(product) if replaces else place.add_(product)
+    if a.numel() * b.shape[1] >= SMALLEST_ONEDNN and _is_faster_with_onednn(a):
+        for part, rows, columns in _parts(total, a, b):
+            product = _onednn_product(rows, columns.t())
+            _ = part.copy_(product) if replaces else part.add_(product)
     elif total.dtype is a.dtype:
         total.addmm_(a, b, beta=beta)
     elif _adds_to_float32(a.device, a.dtype):
@@ -108,25 +107,25 @@ def add_product_(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, repla
 def _parts(
     total: torch.Tensor, a: torch.Tensor, b: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Parts of the longer dimension of a product, with the factors of each."""
+    """Splits a sum along its longer dimension, with the factors of each part."""
     rows, columns = total.shape
     dim, other = (0, columns) if rows >= columns else (1, rows)
     size = max(FEWEST_PART_ROWS, PART_VALUES // max(1, other))
     for first in range(0, total.shape[dim], size):
         count = min(size, total.shape[dim] - first)
-        place = total.narrow(dim, first, count)
-        yield (place, a.narrow(0, first, count), b) if dim == 0 else (place, a, b.narrow(1, first, count))
+        part = total.narrow(dim, first, count)
+        yield (part, a.narrow(0, first, count), b) if dim == 0 else (part, a, b.narrow(1, first, count))
 
 
 def can_add_product(total: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product of matrices of a dtype adds to a sum in float32 without a pass of its own."""
+    """True if a product of matrices of a dtype can add to a float32 sum without another pass."""
     if total.dtype is not torch.float32:
         return False
     return dtype is torch.float32 or _adds_to_float32(total.device, dtype)
 
 
 def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a b` in float32, rounded to half precision in between only where torch has no other product.
+    """`a b` in float32, rounded to half precision in between only if torch has no other product.
 
     Shapes: `[i, j]` and `[j, k]` to `[i, k]`.
     """
@@ -137,9 +136,9 @@ def product_in_float32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _adds_to_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether products of half precision can be added to a sum in float32 on a device: it is tried, once.
+    """True if half-precision products can add to a float32 sum on a device, which is tried once.
 
-    Torch has had the arguments since 2.8, for CUDA, and refused a sum of another dtype than the matrices at first.
+    torch has these arguments for CUDA since 2.8, and at first rejected a sum of another dtype than the matrices.
     """
     if device.type not in _ADDING_DEVICES:
         return False
@@ -169,17 +168,17 @@ def _rows(x: torch.Tensor) -> int:
 
 
 def needs_widening(x: torch.Tensor, rows: int = FEWEST_WIDE_ROWS) -> bool:
-    """Whether products of a tensor are faster in float32 although it is kept in bfloat16.
+    """True if products of a bfloat16 tensor are faster in float32.
 
     Args:
-        rows: how many rows are multiplied by each matrix.
+        rows: number of rows that each matrix multiplies.
     """
     is_half_on_cpu = x.dtype is torch.bfloat16 and x.device.type == "cpu"
     return is_half_on_cpu and rows >= FEWEST_WIDE_ROWS and not has_bfloat16_products()
 
 
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product is one of text generation that oneDNN computes sooner."""
+    """True if a product belongs to text generation and is faster with oneDNN."""
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -192,13 +191,13 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _is_sooner_by_onednn(x: torch.Tensor) -> bool:
-    """Whether oneDNN computes large products of training sooner than torch."""
+def _is_faster_with_onednn(x: torch.Tensor) -> bool:
+    """True if oneDNN computes large products of training faster than torch."""
     return x.dtype is torch.float32 and x.is_cpu and not torch.compiler.is_compiling() and has_slow_blas()
 
 
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + b`; no view, as torch's own, since autograd refuses that one is summed over ranks in place.
+def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + b`; no view, as torch's own, since autograd refuses that one is summed over ranks in part.
 
     A transposed part of a larger matrix is copied: for such a weight oneDNN has a reference implementation alone, which
     takes a thousand times as long.
@@ -214,7 +213,7 @@ def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 @cache
 def has_slow_blas() -> bool:
-    """Whether the BLAS library behind torch's products does without instructions that this machine's CPU has."""
+    """True if torch's BLAS library does not use all instructions of this machine's CPU."""
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return (
         is_wide
@@ -226,23 +225,23 @@ def has_slow_blas() -> bool:
 
 @cache
 def has_onednn_product() -> bool:
-    """Whether this torch has the product of oneDNN that its compiler uses; its name is private, and may go."""
+    """True if this torch has oneDNN's product, a private operation of its compiler that may disappear."""
     is_x86 = platform.machine() in ("x86_64", "AMD64")  # not measured elsewhere
     return is_x86 and torch.backends.mkldnn.is_available() and has_signature("_linear_pointwise", _PRODUCT)
 
 
 def has_signature(name: str, expected: str) -> bool:
-    """Whether torch has a private operation of oneDNN with this signature."""
+    """True if torch has a private operation of oneDNN with this signature."""
     operation = getattr(torch.ops.mkldnn, name, None)
     schema = getattr(getattr(operation, "default", None), "_schema", None)
     return str(schema).replace("SymInt", "int") == f"mkldnn::{name}{expected}"
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor | None:
-    """The matrix in the order in which oneDNN reads it, for `linear` alone; None where that is of no use.
+    """The matrix in oneDNN's packed layout, for `linear` only; None if that gains nothing.
 
-    It takes as much memory as the plain one and 0.5 to 0.9 times the time. A product by it is compared with torch's
-    first, and a matrix whose products differ by more than rounding is not packed.
+    It takes as much memory as the plain one and 0.5 to 0.9 times the time. A trial product is compared with torch's,
+    and a matrix whose products differ by more than rounding is not packed.
 
     Shapes: weight `[o, i]`.
     """
@@ -264,17 +263,17 @@ def _has_packing() -> bool:
 
 
 def has_bfloat16_products() -> bool:
-    """Whether this machine's CPU multiplies bfloat16 matrices by instructions of its own."""
-    return _asked_for_bfloat16_products()
+    """True if this machine's CPU has instructions for products of bfloat16 matrices."""
+    return _queried_bfloat16_products()
 
 
 def prepare_for_compiler() -> None:
-    """Lets torch.compile take what this machine can do as a constant; as a decorator this would load the compiler."""
+    """Marks a property of this machine as a constant for torch.compile; a decorator would load the compiler."""
     torch.compiler.assume_constant_result(has_bfloat16_products)  # type: ignore[no-untyped-call]
 
 
 @cache
-def _asked_for_bfloat16_products() -> bool:
+def _queried_bfloat16_products() -> bool:
     if platform.machine() not in ("x86_64", "AMD64"):
         return True  # not measured elsewhere
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -307,7 +306,7 @@ class _OneDnnLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):  # type: ignore[no-untyped-def]
         needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        return _by_onednn(x, weight, bias)
+        return _onednn_product(x, weight, bias)
 
     @staticmethod
     @once_differentiable

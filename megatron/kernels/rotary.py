@@ -1,9 +1,8 @@
-"""Rotation of queries and keys by their positions, and the split of a fused projection into them and values.
+"""Rotary position embedding of queries and keys, and the split of a fused projection into queries, keys and values.
 
-Compiled, queries and keys of any strides are rotated in one pass, and of a fused projection the values are split off
-in the same pass. The results lie token by token, as those of a projection without rotation: fused attention writes its
-output in the layout of the queries, so the next product takes it as it is. Backward, the three gradients are joined in
-one pass.
+Compiled, queries and keys of any strides are rotated in one pass, which also splits the values off a fused projection.
+The results are laid out token by token, like those of a projection without rotation: fused attention writes its output
+in the layout of the queries, so the next product needs no copy. Backward joins the three gradients in one pass.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved
     """Rotates pairs of channels: `(u, v)` becomes `(u cos - v sin, v cos + u sin)`.
 
     Only the first r channels of each head are rotated. The products are computed in the wider dtype of x and the
-    cosines, and rounded once to x's. Cosines and sines get no gradient.
+    cosines, and rounded once to x's. Cosines and sines have no gradient.
 
     Shapes: x `[b, a, s, d]`; cos and sin `[b or 1, 1, s, r/2]`, r even and at most d; the result as x.
 
     Args:
-        interleaved: a pair is two neighbours, channels 2i and 2i + 1; otherwise it is channels i and i + r/2.
+        interleaved: pairs are channels 2i and 2i + 1; otherwise channels i and i + r/2.
 
     Source: Su et al., "RoFormer", 2021, equation 34.
     """
@@ -61,7 +60,7 @@ def split_rotated(
     interleaved: bool = False,
     implementation: Implementation = Implementation.TORCH,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotated queries, rotated keys, and values, of a fused projection: for each group its queries, a key and a value.
+    """Splits a fused projection into rotated queries, rotated keys, and values.
 
     Shapes: qkv `[b, s, g, a/g + 2, d]`, cos and sin as in `rotate`; results `[b, a, s, d]` and twice `[b, g, s, d]`.
     """
@@ -73,10 +72,10 @@ def split_rotated(
 
 
 def split_heads(qkv: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of queries, keys and values of a fused projection, to which a bias was added without a gradient of its own.
+    """Views of the queries, keys and values of a fused projection whose bias was added without autograd.
 
-    Backward, one compiled pass joins the three gradients and adds up the bias's; torch would join them, and read the
-    result again for the sum. It needs the compiled operations, and on a GPU heads of a multiple of 8 channels.
+    Backward joins the three gradients and sums the bias's gradient in one compiled pass; torch would read the joined
+    gradients again for the sum. Requires the compiled operations, and on a GPU heads of a multiple of 8 channels.
 
     Shapes: qkv `[b, s, g, a/g + 2, d]`, bias `[g * (a/g + 2) * d]`; results `[b, a, s, d]` and twice `[b, g, s, d]`.
     """
@@ -89,9 +88,9 @@ def doubled(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def rotate_few(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """What `rotate` does with the two halves of whole heads, without gradient, in the fewest operations.
+    """`rotate` for halves of whole heads, without gradients, in the fewest operations.
 
-    For a few tokens, where starting an operation costs more than it computes.
+    For few tokens, where launching an operation costs more than its computation.
 
     Shapes: x `[b, a, s, d]`; cos and sin `[b or 1, 1, s, d]`, made by `doubled`; the result as x.
     """
@@ -99,7 +98,7 @@ def rotate_few(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 class _Rotation(torch.autograd.Function):
-    """Backward is the rotation by the opposite angles, and needs nothing of x."""
+    """Backward is the rotation by the opposite angles, and does not need x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, interleaved):  # type: ignore[no-untyped-def]
@@ -129,7 +128,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved:
 
 
 def _composed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """`rotate` without writing to views, which torch.compile does not trace; it fuses this."""
+    """`rotate` without writing to views, which torch.compile cannot trace; it fuses this form."""
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     width = 2 * cos.shape[-1]
@@ -146,7 +145,7 @@ def _pairs(x: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operations; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operations with torch; once, after the library is loaded."""
     torch.library.register_fake("megatron::rotary", lambda query, key, *_: (_like(query), _like(key)))
     torch.library.register_fake("megatron::rotary_split", _split_shapes)
     torch.library.register_fake("megatron::rotary_join", _joined_shape)

@@ -29,11 +29,10 @@ EMBEDDING_NORM = "embedding.layernorm"
 
 
 def bert_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The network: the sum of word, position and token-type embeddings, its norm and dropout, blocks, norm, heads.
+    """The layers of BERT: word, position and token-type embeddings, norm and dropout of their sum, blocks, norm, heads.
 
-    The first layer takes tokens `[b, s]`, the last returns what `BertHead` does. Norms come before the branches of
-    a block, as in Megatron-LM's BERT, which ends with a norm, or with `--norm-placement post` after its residual
-    additions, as in the original.
+    The first layer takes tokens `[b, s]`, the last returns the outputs of `BertHead`. Blocks are pre-norm with a final
+    norm, as in Megatron-LM's BERT, or with `--norm-placement post` post-norm, as in the original.
     """
     tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     head = LayerSpec(
@@ -45,7 +44,6 @@ def bert_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
 
 
 def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The layers before the first block."""
     kind, hidden = LayerKind.EMBEDDING, config.hidden_size
     layers = [
         LayerSpec(WORD_EMBEDDINGS, kind, LayerCost(config.vocab_size * hidden), partial(WordEmbedding, config, mesh))

@@ -43,7 +43,7 @@ def attention_cost(config: ModelConfig) -> LayerCost:
 
 
 def attention_matrices(config: ModelConfig, ranks: int = 1) -> int:
-    """Elements of the matrices of attention on each of so many tensor-parallel ranks."""
+    """Elements of the attention matrices on each of `ranks` tensor-parallel ranks."""
     hidden, size, heads = config.hidden_size, config.kv_channels, config.num_attention_heads / ranks
     if not config.multi_latent_attention:
         groups = max(config.num_query_groups / ranks, 1)
@@ -63,7 +63,7 @@ def feed_forward_cost(config: ModelConfig, inner_size: int) -> LayerCost:
 
 
 def experts_cost(config: ModelConfig, index: int = 0) -> LayerCost:
-    """Parameters of a layer with all its experts, and the operations of a token, which passes through k of them."""
+    """Parameters of all experts of a layer, and the operations of a token, which passes through k of them."""
     hidden, matrices = config.hidden_size, 3 if config.gated_linear_unit else 2
     count = config.experts_of(index)
     router = count * hidden
@@ -89,7 +89,7 @@ def expert_parameters(config: ModelConfig) -> int:
 
 
 def idle_expert_parameters(config: ModelConfig) -> int:
-    """Parameters of the experts that a token does not go to, over all layers."""
+    """Parameters of the experts that a token does not use, over all layers."""
     layers = range(config.num_layers + config.mtp_num_layers)
     counts = [config.experts_of(layer) for layer in layers if config.has_experts(layer)]
     return sum(count - config.moe_router_topk for count in counts) * expert_parameters(config)
@@ -97,8 +97,8 @@ def idle_expert_parameters(config: ModelConfig) -> int:
 
 def head_cost(config: ModelConfig) -> LayerCost:
     """Parameters and operations of the output head; a shared matrix counts with the embedding."""
-    own = config.untie_embeddings_and_output_weights * config.vocab_size * config.hidden_size
-    return LayerCost(own, flops_per_token=2 * config.padded_vocab_size * config.hidden_size)
+    parameters = config.untie_embeddings_and_output_weights * config.vocab_size * config.hidden_size
+    return LayerCost(parameters, flops_per_token=2 * config.padded_vocab_size * config.hidden_size)
 
 
 def multi_token_cost(config: ModelConfig) -> LayerCost:
@@ -129,12 +129,12 @@ def bert_head_cost(config: ModelConfig) -> LayerCost:
 
 
 def heads_cost(config: ModelConfig) -> LayerCost:
-    """Parameters and operations of what comes after the last block, of whichever network."""
+    """Parameters and operations of the heads of a GPT or an encoder."""
     return bert_head_cost(config) if config.bidirectional else head_cost(config)
 
 
 def token_work(config: ModelConfig, sequence_length: int, head_share: float = 1.0) -> TokenWork:
-    """What is computed for a token of samples of this length; causal attention is to half of the others, on average."""
+    """The work per token of samples of this length; with causal attention a token attends to half of the others."""
     return TokenWork(sequence_length if config.bidirectional else sequence_length // 2, head_share)
 
 
@@ -142,12 +142,12 @@ def chunk_flops(config: ModelConfig, work: TokenWork, placement: Placement, divi
     """Forward FLOPs of each chunk of a pipeline for a token.
 
     Raises:
-        ConfigError: there are fewer blocks than chunks.
+        ConfigError: fewer blocks than chunks.
     """
     blocks = [block_cost(config, index).flops(work.pairs) for index in range(config.num_layers)]
     head = int(work.head_share * heads_cost(config).flops_per_token) + multi_token_cost(config).flops(work.pairs)
     bounds = [0, *accumulate(division.counts(blocks, (0, head), placement))]
-    flops = [sum(blocks[begin:end]) for begin, end in pairwise(bounds)]
+    flops = [sum(blocks[start:end]) for start, end in pairwise(bounds)]
     return *flops[:-1], flops[-1] + head
 
 

@@ -32,10 +32,10 @@ OUTPUT_LAYER = "output_layer"
 
 
 def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The network: word embedding, positions, blocks, final norm, and a head that may share the word embedding.
+    """The layers of a GPT: word embedding, positions, blocks, final norm, and a head that may share the word embedding.
 
     The first layer takes tokens `[b, s]`, the last returns logits `[b, s, v/t]`; with multi-token prediction, in
-    training, those of every depth after them, `[(1 + depths) b, s, v/t]`.
+    training, followed by the logits of every depth: `[(1 + depths) b, s, v/t]`.
     """
     tied_to = None if config.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
     layers = [
@@ -50,7 +50,6 @@ def gpt_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
 
 
 def block_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The transformer blocks."""
     return [
         LayerSpec(
             f"{BLOCKS}.{index}",
@@ -71,7 +70,6 @@ def final_norm(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
 
 
 def _multi_token_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """Multi-token prediction, which looks tokens up in the word embedding."""
     if not config.mtp_num_layers:
         return []
     build = partial(MultiTokenPrediction, config, mesh)
@@ -80,7 +78,6 @@ def _multi_token_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSp
 
 
 def _embedding_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The layers before the first block."""
     kind, hidden = LayerKind.EMBEDDING, config.hidden_size
     table = LayerCost(config.vocab_size * hidden)
     layers = [LayerSpec(WORD_EMBEDDINGS, kind, table, partial(WordEmbedding, config, mesh))]

@@ -1,7 +1,7 @@
 """Initial values and learning rates of the parameters, by their role in the network.
 
-The layers only say how a parameter is shaped and split. What it starts from and how fast it learns is decided here, for
-all of them: `place_initial_values` reads a parameter's role off its global name.
+Layers only define shape and split of their parameters. `place_initial_values` derives the role of a parameter from its
+global name, and from that its initial distribution and the multiplier of its learning rate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.parallel.shard_spec import ShardSpec
 
 
 class ParameterRole(Enum):
-    """What a parameter does in the network; of a router are all outputs that the logits' multiplier does not reach."""
+    """The role of a parameter in the network; `ROUTER` stands for all outputs without the logits' multiplier."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -36,7 +36,7 @@ class ParameterRole(Enum):
     VECTOR = "vector"
 
 
-# The matrices that are known by the end of their module's global name.
+# Matrices by the last component of their module's global name.
 _ROLES = types.MappingProxyType(
     {
         "word_embeddings": ParameterRole.EMBEDDING,
@@ -53,7 +53,7 @@ _ROLES = types.MappingProxyType(
 
 
 def role_of(global_name: str, spec: ShardSpec) -> ParameterRole:
-    """The role of a parameter; a matrix whose name is not known is a hidden one."""
+    """The role of a parameter; a matrix with an unknown name is a hidden one."""
     if not spec.is_matrix:
         return ParameterRole.VECTOR
     module = global_name.rpartition(".")[0].rpartition(".")[2]
@@ -65,7 +65,7 @@ def place_initial_values(config: ModelConfig, global_name: str, spec: ShardSpec)
     role = role_of(global_name, spec)
     if role is ParameterRole.VECTOR:
         return spec
-    # a stack of experts is a matrix for each of them
+    # a stack of experts holds one matrix for each
     shape = spec.shape[1:] if ".experts." in global_name else spec.shape
     return dataclasses.replace(
         spec,
@@ -79,7 +79,7 @@ def initial_std(config: ModelConfig, role: ParameterRole, *, fan_in: int, fan_ou
     """The standard deviation of a matrix's initial values.
 
     With muP, it falls with the square root of the width for hidden matrices, and with the width for a router, whose
-    outputs are not multiplied as the logits are; embeddings and head keep the value of the base width.
+    outputs have no multiplier as the logits have; embeddings and head keep the value of the base width.
 
     Args:
         fan_in: inputs of the matrix; only Xavier's distributions depend on it.
@@ -109,7 +109,7 @@ def initial_std(config: ModelConfig, role: ParameterRole, *, fan_in: int, fan_ou
 
 
 def lr_multiplier(config: ModelConfig, role: ParameterRole) -> float:
-    """The factor of the learning rate: with muP, matrices inside the network learn more slowly the wider it is.
+    """The factor of the learning rate: with muP it falls with the width for matrices inside the network.
 
     Source: Yang et al., "Tensor programs V", 2022, table 8, the rows for Adam.
     """

@@ -1,8 +1,8 @@
 """Multi-token prediction: blocks after the network that predict tokens beyond the next one.
 
-The k-th block sees, at every position, what the one before it made of the text so far and the embedding of the token k
-places further on, and predicts the token after that one. It learns through the word embedding and the head of the
-network, which it shares. The states of all depths go through the head together, as further samples of the micro-batch.
+The input of the k-th block is, at every position, the output of the block before and the embedding of the token k
+positions later; it predicts the token after that one. Word embedding and head are shared with the network. The states
+of all depths pass through the head together, as further samples of the micro-batch.
 
 Source: DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2, equations 21 to 23; names of the modules and the norm before the
 head: NVIDIA Megatron-LM `megatron/core/transformer/multi_token_prediction.py`.
@@ -28,8 +28,8 @@ from megatron.parallel.tensor.layers import ColumnParallelLinear
 class MultiTokenPrediction(nn.Module):
     """The blocks of all depths, as a layer between the last norm and the head.
 
-    In training it appends the states of every depth to those of the network; otherwise it does nothing, and whoever
-    wants to predict further ahead calls its `layers`.
+    In training it appends the states of every depth to those of the network. Otherwise it does nothing; drafting calls
+    its `layers` directly.
 
     Shapes: `[b, s/t, h]` to `[(1 + depths) b, s/t, h]`; weight `[v/t, h]`.
 
@@ -53,21 +53,21 @@ class MultiTokenPrediction(nn.Module):
         if not self.training:
             return hidden
         if context.tokens is None:
-            raise ValueError("multi-token prediction needs StepSettings.has_tokens, so that contexts have their tokens")
+            raise ValueError("multi-token prediction requires StepSettings.has_tokens")
         states = [hidden]
         for depth, layer in enumerate(self.layers, start=1):
-            later = F.pad(context.tokens[:, depth:], (0, depth))  # what the last ones see is not learned from
+            later = F.pad(context.tokens[:, depth:], (0, depth))  # the last positions have no target
             states.append(layer(states[-1], self.embedding(later, context), context))
         return torch.cat(states)
 
 
 class PredictionLayer(nn.Module):
-    """One depth: joins the states of the depth before with embeddings of later tokens, and runs a block.
+    """One depth: projects the previous depth's states and the embeddings of later tokens, and runs a block.
 
     Shapes: states and embeddings `[b, s/t, h]` to the same.
 
     Args:
-        index: of its block, counted on from those of the network.
+        index: index of its block, after those of the network.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int) -> None:
@@ -83,5 +83,5 @@ class PredictionLayer(nn.Module):
         joined = torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1)  # [b, s/t, 2h]
         splits = context.splits_sequence
         projected = gather_from(self.eh_proj(joined, splits_sequence=splits), self.tp)  # [b, s, h]
-        own = scatter_to(projected, self.tp, dimension=1) if splits else projected
-        return self.final_layernorm(self.transformer_layer(own, context))  # type: ignore[no-any-return]
+        local = scatter_to(projected, self.tp, dimension=1) if splits else projected
+        return self.final_layernorm(self.transformer_layer(local, context))  # type: ignore[no-any-return]

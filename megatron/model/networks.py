@@ -1,4 +1,4 @@
-"""The network of a configuration, whichever of the networks it is."""
+"""The network of a configuration: a GPT or an encoder."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from megatron.parallel.mesh import ParallelMesh
 
 
 def network_layers(config: ModelConfig, mesh: ParallelMesh) -> list[LayerSpec]:
-    """The layers of the encoder or, where tokens see only earlier ones, of the GPT that a configuration describes."""
+    """The layers of an encoder if the configuration is bidirectional, otherwise of a GPT."""
     return bert_layers(config, mesh) if config.bidirectional else gpt_layers(config, mesh)

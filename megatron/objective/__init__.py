@@ -1,4 +1,4 @@
-"""Training objectives: outputs and targets of a micro-batch to a loss sum, counted tokens and named metrics.
+"""Training objectives: from outputs and targets of a micro-batch to a loss sum, counted tokens and named metrics.
 
-They know batches and tensors, but not the engine, pipeline stages or the number of micro-batches.
+They use batches and tensors, but not the engine, pipeline stages or the number of micro-batches.
 """

@@ -11,23 +11,22 @@ import torch
 
 from megatron.objective.metric import MetricSpec
 
-Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # of a network
+Outputs = torch.Tensor | tuple[torch.Tensor, ...]  # a network's outputs
 
 
 @dataclass(frozen=True)
 class ObjectiveResult:
     """The objective of one micro-batch.
 
-    Shapes: loss_sum, token_count, minimized_sum and sample_sum `[]`; each of the metrics as many elements as
-    `sum_sizes` says.
+    Shapes: loss_sum, token_count, minimized_sum and sample_sum `[]`; metrics as given by `sum_sizes`.
 
     Attributes:
-        loss_sum: sum of the losses of the counted tokens, in nats, float32: what is logged and evaluated.
+        loss_sum: sum of the losses of the counted tokens, in nats, float32; logged and evaluated.
         token_count: number of counted tokens.
         metrics: sums and weights of metrics, and statistics, by name; they are summed over micro-batches and over the
             ranks of `mesh.loss`.
         minimized_sum: the sum to minimize, differentiable; None if it is `loss_sum`.
-        sample_sum: sum of losses of which each sample has one, differentiable; None if there are none.
+        sample_sum: sum of per-sample losses, differentiable; None if none.
     """
 
     loss_sum: torch.Tensor
@@ -37,18 +36,18 @@ class ObjectiveResult:
     sample_sum: torch.Tensor | None = None
 
 
-class Companion(Protocol):
-    """A network that runs beside the one that is trained, without gradients, divided over the same chunks."""
+class AuxiliaryNetwork(Protocol):
+    """A second network that runs along with the trained one, without gradients, divided into the same chunks."""
 
     @property
     def output_name(self) -> str:
-        """The name under which the objective is given the outputs."""
+        """The name of its outputs among the objective's targets."""
 
-    def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """Room for the hidden states between chunks, on the device of a tensor. Shapes: see `StepSettings`."""
+    def empty_hidden(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Allocates hidden states between chunks, on the device of `like`. Shapes: see `StepSettings`."""
 
     def forward(self, chunk: int, hidden: Any, passed: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Runs a chunk, on the output of the chunk before or the micro-batch's inputs.
+        """Runs a chunk on the output of the previous chunk, or on the micro-batch's inputs.
 
         Args:
             passed: the tensors of the micro-batch's context.
@@ -58,8 +57,8 @@ class Companion(Protocol):
 class Objective(Protocol):
     """Maps outputs and targets to a loss.
 
-    The engine minimizes the sum over a global batch divided by the sum of `token_count` over it, plus the sum over
-    samples divided by their number.
+    The engine minimizes the sum over a global batch divided by its sum of `token_count`, plus the mean over samples of
+    the per-sample losses.
     """
 
     @property
@@ -68,7 +67,7 @@ class Objective(Protocol):
 
     @property
     def statistics(self) -> Mapping[str, int]:
-        """Name and length of the sums that are no metrics yet, such as those of layers; the same on every rank."""
+        """Name and length of other sums, such as those recorded by layers; the same on every rank."""
 
     def inputs(self, batch: Any) -> tuple[np.ndarray, ...]:
         """The inputs of the network's first layer; a single array is passed without a tuple."""
@@ -77,8 +76,8 @@ class Objective(Protocol):
         """The arrays that the objective compares with the outputs."""
 
     def token_count(self, batch: Any) -> float:
-        """What a micro-batch adds to the number that the minimized sum is divided by: its counted tokens, unless the
-        objective weighs them otherwise; computed on the host before the forward pass.
+        """A micro-batch's part of the divisor of the minimized sum: its counted tokens, unless the objective weights
+        them otherwise; computed on the host before the forward pass.
         """
 
     def __call__(
@@ -89,11 +88,11 @@ class Objective(Protocol):
         Shapes: factor `[]`.
 
         Args:
-            factor: what the engine multiplies the minimized sum by before backward, for objectives that compute
-                gradients themselves; it does not affect the result.
+            factor: the engine's factor of the minimized sum before backward, for objectives that compute gradients
+                themselves; does not affect the result.
         """
 
 
 def sum_sizes(objective: Objective) -> dict[str, int]:
-    """Name and length of all that is summed over a global batch besides losses and tokens."""
+    """Name and length of all sums over a global batch besides losses and tokens."""
     return {name: spec.size for name, spec in objective.metrics.items()} | dict(objective.statistics)

@@ -1,4 +1,4 @@
-"""Distillation: besides the labels, a network learns the distribution that a trained one, its teacher, predicts."""
+"""Distillation: a network learns the distribution predicted by a trained one, its teacher, besides the labels."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _LOGITS = _PREFIX + "logits"
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained network that stays as it is.
+    """A trained network with frozen weights.
 
-    It is split over the tensor-parallel ranks as the network that is trained, and runs as a whole wherever losses are
-    computed, or chunk by chunk on the ranks of a pipeline, as their `Companion`. No engine knows its weights, so
-    nothing of it is optimized, partitioned or saved.
+    It is split over the tensor-parallel ranks like the student, and runs as a whole on ranks that compute losses, or as
+    an `AuxiliaryNetwork`, in chunks on the ranks of a pipeline. The engine has no access to its weights, so they are
+    not optimized, partitioned or saved.
 
     Args:
         network: its layers on this rank, in evaluation mode, without gradients.
-        steps: the settings of its contexts; what a token attends to is set as in the run.
-        chunks: the places of each chunk's layers among them; None if all of them are here.
+        steps: the settings of its contexts, with the run's attention mask.
+        chunks: the indices of each chunk's layers; None if this rank has all layers.
     """
 
     network: LayerStack
@@ -45,23 +45,21 @@ class Teacher:
     def output_name(self) -> str:
         return _LOGITS
 
-    def hidden_like(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
-        """See `Companion`."""
+    def empty_hidden(self, samples: int, tokens: int, like: torch.Tensor) -> torch.Tensor:
         return torch.empty(self.steps.hidden_shape(samples, tokens), dtype=self.steps.dtype, device=like.device)
 
     @torch.no_grad()
     def forward(self, chunk: int, hidden: Any, passed: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `Companion`; the student's inputs are its own as well."""
         layers = None if self.chunks is None else self.chunks[chunk]
         return self.network(hidden, self.steps.context_of(passed), layers)  # type: ignore[no-any-return]
 
     def inputs(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """What it reads of a micro-batch if it runs as a whole: the tokens, and what its context is built from."""
+        """The arrays of a micro-batch that it needs to run as a whole: the tokens, and those of its context."""
         names = () if self.chunks is not None else ("tokens", "sample_ids", *self.steps.passed)
         return {_PREFIX + name: getattr(batch, name) for name in names}
 
     def logits(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Its logits for what `inputs` named, or those of its last chunk. Shapes: `[b, s, v/t]`."""
+        """The logits for the arrays of `inputs`, or those of the last chunk. Shapes: `[b, s, v/t]`."""
         if self.chunks is not None:
             return inputs[_LOGITS]
         passed = [inputs[_PREFIX + name] for name in ("sample_ids", *self.steps.passed)]
@@ -70,23 +68,23 @@ class Teacher:
 
 @dataclass(frozen=True)
 class DistillationObjective:
-    """a L + b T^2 KL(teacher || student): L is what the student minimizes by itself.
+    """a L + b T^2 KL(teacher || student), where L is the student's objective.
 
-    The divergence of the two distributions is taken at temperature T, per token, and tokens count in it as in L; the
-    factor T^2 keeps the gradients of both parts in proportion when T changes. The loss that is reported is the plain
-    cross-entropy, as without a teacher; b T^2 KL is a metric of its own. Without gradients, as in evaluation, the
-    teacher is not asked.
+    The divergence of the two distributions is taken at temperature T, per token, with the token weights of L; the
+    factor T^2 keeps the gradients of both parts in proportion when T changes. The reported loss is the plain
+    cross-entropy, as without a teacher; b T^2 KL is a separate metric. Without gradients, as in evaluation, the teacher
+    does not run.
 
     Args:
         student: the objective without a teacher.
-        teacher: None on ranks that have none of it.
+        teacher: the teacher; None on ranks without any of its layers.
         label_weight: a.
         teacher_weight: b.
         temperature: T.
 
     Source: Hinton et al., "Distilling the knowledge in a neural network", 2015; deepspeedai Megatron-DeepSpeed
-    `pretrain_gpt.py`, `calculate_mos_loss`, whose weight a is read and not used, and whose softmax is over a rank's own
-    part of a split vocabulary.
+    `pretrain_gpt.py`, `calculate_mos_loss`, which ignores the weight a and takes the softmax over a rank's part of a
+    split vocabulary.
     """
 
     student: LanguageModelObjective
@@ -96,13 +94,13 @@ class DistillationObjective:
     temperature: float = 1.0
 
     @property
-    def companion(self) -> Teacher | None:
-        """The teacher, where chunks of it run beside those of the student."""
+    def auxiliary_network(self) -> Teacher | None:
+        """The teacher, if its chunks run along with the student's."""
         return self.teacher if self.teacher is not None and self.teacher.chunks is not None else None
 
     @property
     def metrics(self) -> Mapping[str, MetricSpec]:
-        """The student's metrics, and the second part per token or sample."""
+        """The student's metrics, and the divergence term per token or sample."""
         return {**self.student.metrics, DISTILLATION_LOSS: MetricSpec()}
 
     @property
@@ -113,7 +111,7 @@ class DistillationObjective:
         return self.student.inputs(batch)
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """The student's targets, and what the teacher reads."""
+        """The student's targets, and the teacher's inputs."""
         return {**self.student.targets(batch), **(self.teacher.inputs(batch) if self.teacher is not None else {})}
 
     def token_count(self, batch: Batch) -> float:
@@ -139,10 +137,10 @@ class DistillationObjective:
         weights = self.student.token_weights(targets)
         mask = targets["loss_mask"] if weights is None else targets["loss_mask"] * weights
         added = self.teacher_weight * self.temperature**2 * (divergences * mask).sum()
-        own = result.loss_sum if result.minimized_sum is None else result.minimized_sum
+        minimized = result.loss_sum if result.minimized_sum is None else result.minimized_sum
         return dataclasses.replace(
             result,
             loss_sum=result.loss_sum.detach(),
-            minimized_sum=self.label_weight * own + added,
+            minimized_sum=self.label_weight * minimized + added,
             metrics={**result.metrics, DISTILLATION_LOSS: torch.stack([added.detach(), mask.sum()])},
         )

@@ -1,5 +1,5 @@
-"""Next-token prediction, also after a random prefix, with label smoothing, z-loss, means over samples and losses per
-data source if asked for.
+"""Next-token prediction, also after a random prefix; optionally with label smoothing, z-loss, means over samples and
+losses per data source.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SOURCE_LOSSES, Z_LOSS, SAMPLE_LOSS = "source_losses", "z_loss", "sample_loss"
 
 
 class SampleMeans(NamedTuple):
-    """How labels count when the loss is a mean over samples of means over the labels of a sample.
+    """The weights of labels for a mean over samples of the means over their labels.
 
     Shapes: weights float32 `[b, s]`.
 
     Attributes:
-        weights: what the loss of a label is multiplied by, after the loss mask: 1 / (sum of the loss mask over its
-            sample); 0 where nothing of the sample counts.
-        samples: number of samples of which something counts.
+        weights: factor of a label's masked loss: 1 / (sum of the loss mask over its sample); 0 if no label of the
+            sample counts.
+        samples: number of samples with a counted label.
     """
 
     weights: np.ndarray
@@ -38,16 +38,15 @@ class SampleMeans(NamedTuple):
 
 
 def sample_means(loss_mask: np.ndarray, segment_ids: np.ndarray | None = None) -> SampleMeans:
-    """The weights of a micro-batch.
+    """Computes the weights of a micro-batch.
 
     Shapes: loss_mask float32 `[b, s]`; segment_ids int64 `[b, s]`, from 0.
 
     Args:
-        segment_ids: where several samples are packed into a row, which of them each label belongs to; None if every row
-            is a sample.
+        segment_ids: the sample of each label, if rows hold several packed samples; None if every row is a sample.
 
     Source: jisngprk/dsGPT2 `ds_trainer.py` (`_backward_step`), which takes the mean of a sequence first because sums
-    over a batch exceed what float16 holds.
+    over a batch overflow float16.
     """
     rows, length = loss_mask.shape
     numbers = np.zeros(loss_mask.shape, np.int64) if segment_ids is None else segment_ids
@@ -61,25 +60,24 @@ def sample_means(loss_mask: np.ndarray, segment_ids: np.ndarray | None = None) -
 class LanguageModelObjective:
     """Cross-entropy of the next token.
 
-    Label smoothing, z-loss and means over samples change what is minimized. The loss that is reported, as a whole and
-    per source, stays the plain cross-entropy per token, so that it can be compared between runs; the z-loss and the
-    mean over samples are metrics of their own.
+    Label smoothing, z-loss and means over samples change the minimized sum. The reported loss, in total and per source,
+    stays the plain cross-entropy per token, so that it is comparable between runs; the z-loss and the mean over samples
+    are separate metrics.
 
     Args:
         axis: the tensor-parallel axis that splits the logits.
         vocab_size: vocabulary size without padding; padded logits are ignored.
-        sources: names of the data sources whose losses are summed separately. The token losses are computed anyway, so
-            this does not affect training.
+        sources: names of the data sources whose losses are also reported separately; does not affect training.
         label_smoothing: share e of the target probability that is spread evenly over the vocabulary: the loss of a
             token is (1 - e) times its cross-entropy plus e times the mean cross-entropy of all tokens of the
             vocabulary, as in `torch.nn.functional.cross_entropy`.
         z_loss_coeff: coefficient c of the z-loss c * (log Z)^2 per token, with the softmax denominator Z over the
             unpadded vocabulary.
-        statistics: name and length of the values that layers record, such as those of routers.
+        statistics: name and length of the values recorded by layers, such as routers.
         averages_samples: minimize the mean over samples of the mean over the tokens of a sample, instead of the mean
             over all tokens.
-        packs_samples: the segments of a row are samples; otherwise the row is one.
-        implementation: of the cross-entropy.
+        packs_samples: each segment of a row is a sample; otherwise each row.
+        implementation: implementation of the cross-entropy.
 
     Source: Szegedy et al., "Rethinking the Inception architecture", 2016, section 7 (label smoothing); Chowdhery et
     al., "PaLM", 2022, section 5 (z-loss).
@@ -151,7 +149,7 @@ class LanguageModelObjective:
     def _metrics(
         self, of_tokens: TokenLosses, losses: torch.Tensor, targets: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What is reported besides the loss. Shapes: losses, which the loss mask has multiplied, `[b, s]`."""
+        """The metrics besides the loss. Shapes: losses, after the loss mask, `[b, s]`."""
         mask, metrics = targets["loss_mask"], dict[str, torch.Tensor]()
         if self.sources and "source_ids" in targets:
             of_samples = torch.stack([losses.detach(), mask]).sum(dim=2, dtype=torch.float64)  # [2, b]
@@ -166,7 +164,7 @@ class LanguageModelObjective:
         return metrics
 
     def _minimized(self, of_tokens: TokenLosses, mask: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        """What is minimized of every token. Shapes: `[b, s]`."""
+        """The minimized value of every token. Shapes: `[b, s]`."""
         minimized = of_tokens.cross_entropy
         if of_tokens.uniform is not None:
             minimized = torch.lerp(minimized, of_tokens.uniform, self.label_smoothing)
@@ -183,7 +181,7 @@ class LanguageModelObjective:
         weights: torch.Tensor | None,
         factor: torch.Tensor | None,
     ) -> tuple[TokenLosses, HeadGradients | None]:
-        """The losses of the tokens, and the gradients of what is minimized if they are not left to autograd."""
+        """The losses of the tokens, and the gradients of the minimized sum unless autograd computes them."""
         axis, vocab_size, implementation = self.axis, self.vocab_size, self.implementation
         if isinstance(outputs, FactoredLogits):
             terms = LossTerms(self.label_smoothing, self.z_loss_coeff)
@@ -198,7 +196,7 @@ class LanguageModelObjective:
         return losses, None
 
     def token_weights(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """How much each token that the loss mask keeps counts in what is minimized; None if all count the same.
+        """The weight of each token in the minimized sum, besides the loss mask; None if all weights are equal.
 
         Shapes: result `[b, s]`.
         """
@@ -210,19 +208,19 @@ class LanguageModelObjective:
 
 @dataclass(frozen=True)
 class PrefixObjective(LanguageModelObjective):
-    """Cross-entropy of the next token, divided by the number of tokens that prefixes leave on average.
+    """Cross-entropy of the next token, divided by the expected number of tokens outside prefixes.
 
-    Every target then counts the same, whether its micro-batch has long or short prefixes. What is logged and evaluated
-    stays the plain mean over the tokens that the loss mask keeps.
+    Every target then has the same weight, whether its micro-batch has long or short prefixes. The logged and evaluated
+    loss stays the plain mean over the tokens of the loss mask.
 
     Args:
-        on_targets_only: whether the loss mask leaves out the prefixes; a sample of s tokens keeps (s + 1) / 2 labels on
-            average, since a prefix ends at each of its positions with the same probability.
-        by_document: whether each document of a sample has a prefix; then s is the length of a document, whose prefix
-            leaves out its end-of-document token. The last document of a sample is taken to go on after it.
-        reweights_positions: weigh the label of position t, counted from 0, by 2 (s - t) / (s + 1): a late position is a
-            target more often than an early one. The weights of s tokens sum to s; the weights of targets sum to
-            (s + 2) / 3 on average, if all positions are ends of prefixes.
+        on_targets_only: the loss mask excludes prefixes; a sample of s tokens keeps (s + 1) / 2 labels on average,
+            since a prefix ends at each of its positions with the same probability.
+        by_document: each document of a sample has a prefix; then s is the length of a document, and prefixes exclude
+            its end-of-document token. The last document of a sample is assumed to continue after it.
+        reweights_positions: weight the label of position t, counted from 0, by 2 (s - t) / (s + 1), because late
+            positions are targets more often than early ones. The weights of s tokens sum to s; the weights of targets
+            sum to (s + 2) / 3 on average, if all positions are ends of prefixes.
 
     Source: bigscience Megatron-DeepSpeed `megatron/model/gpt_model.py` (`get_cross_entropy`) and `megatron/utils.py`
     (`reweight_loss_mask_`).
@@ -233,35 +231,35 @@ class PrefixObjective(LanguageModelObjective):
     reweights_positions: bool = False
 
     def token_count(self, batch: Batch) -> float:
-        """What the loss sum of a micro-batch is divided by."""
+        """A micro-batch's part of the divisor of the minimized sum."""
         if not self.on_targets_only:
             return float(batch.loss_mask.size)
-        places, sizes, longest = self._places(batch)
-        weights = 2 * (sizes - places) / (sizes + 1) if self.reweights_positions else 1.0
-        return float((np.minimum((places + 1) / longest, 1.0) * weights).sum())
+        offsets, sizes, longest = self._places(batch)
+        weights = 2 * (sizes - offsets) / (sizes + 1) if self.reweights_positions else 1.0
+        return float((np.minimum((offsets + 1) / longest, 1.0) * weights).sum())
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """As of the language model, and if requested the weight of each position `[b, s]`."""
+        """The language model's targets, and if requested the weight of each position `[b, s]`."""
         targets = super().targets(batch)
         if not self.reweights_positions:
             return targets
-        places, sizes, _ = self._places(batch)
-        return {**targets, "position_weights": (2 * (sizes - places) / (sizes + 1)).astype(np.float32)}
+        offsets, sizes, _ = self._places(batch)
+        return {**targets, "position_weights": (2 * (sizes - offsets) / (sizes + 1)).astype(np.float32)}
 
     def _places(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The place of each token in what has a prefix of its own, the length of that, and of its longest prefix.
+        """The offset of each token in its sample or document, the length of that, and of its longest prefix.
 
         Shapes: each `[b, s]`.
         """
         shape = batch.loss_mask.shape
         segments = batch.segment_ids if self.by_document and batch.segment_ids is not None else np.zeros(shape, int)
-        places, sizes = np.empty(shape), np.empty(shape)
-        for row, of_row in enumerate(segments):
-            _, firsts, numbers, counts = np.unique(of_row, return_index=True, return_inverse=True, return_counts=True)
-            places[row], sizes[row] = np.arange(shape[1]) - firsts[numbers], counts[numbers]
-        return places, sizes, np.maximum(sizes - (segments < segments[:, -1:]), 1)
+        offsets, sizes = np.empty(shape), np.empty(shape)
+        for row, ids in enumerate(segments):
+            _, firsts, numbers, counts = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
+            offsets[row], sizes[row] = np.arange(shape[1]) - firsts[numbers], counts[numbers]
+        return offsets, sizes, np.maximum(sizes - (segments < segments[:, -1:]), 1)
 
     def token_weights(self, targets: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The weights of the positions, or what the samples' means say. Shapes: result `[b, s]`."""
+        """The weights of the means over samples, or of the positions. Shapes: result `[b, s]`."""
         weights = super().token_weights(targets)
         return targets.get("position_weights") if weights is None else weights

@@ -1,4 +1,4 @@
-"""Masked language modelling: the masked tokens are predicted, and whether the segments of a sample were swapped."""
+"""Masked language modeling: prediction of masked tokens, and of the order of a sample's segments."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from megatron.objective.language_model import LanguageModelObjective
 from megatron.objective.metric import MetricSpec
 
 ORDER_LOSS = "order_loss"
-_NO_ORDER = -1  # of a sample that only fills up a micro-batch, and of all tokens but the first
+_NO_ORDER = -1  # for samples that only fill up a micro-batch, and for all tokens but the first
 
 
 @dataclass(frozen=True)
 class MaskedLanguageModelObjective(LanguageModelObjective):
     """Cross-entropy of the masked tokens, over all masked tokens of the global batch, plus the sentence-order loss.
 
-    The sentence-order loss is a mean over samples. It is a metric of its own and no part of the loss that is logged and
-    evaluated.
+    The sentence-order loss is a mean over samples. It is a separate metric and not part of the logged and evaluated
+    loss.
 
     Args:
-        has_sentence_order: whether the network tells for each sample if its two segments were swapped.
+        has_sentence_order: the network predicts for each sample if its two segments were swapped.
 
     Source: Devlin et al., "BERT", 2019, appendix A.2, "the training loss is the sum of the mean masked LM likelihood
     and the mean next sentence prediction likelihood"; bigscience Megatron-DeepSpeed `pretrain_bert.py`, whose means are
@@ -44,7 +44,7 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Labels, loss mask and weights at the predicted positions `[b, m]`, and the order of the segments `[b, s]`.
 
-        The order is a label of the first token, from which it is predicted: of ranks that share a sample, one has it.
+        The order is a label of the first token, from which it is predicted; one of the ranks sharing a sample has it.
         """
         targets = dict(super().targets(batch))
         if batch.predicted is not None:
@@ -59,7 +59,7 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
     ) -> ObjectiveResult:
         """Sums the losses.
 
-        Shapes: outputs `[b, m, v/t]`, with a sentence order that and `[b, 2]`; labels and loss_mask `[b, m]`, orders
+        Shapes: outputs `[b, m, v/t]`, with a sentence order also `[b, 2]`; labels and loss_mask `[b, m]`, orders
         `[b, s]`: 1 for segments in order, 2 for swapped ones, 0 for none. Without predicted positions m = s.
         """
         if not self.has_sentence_order:

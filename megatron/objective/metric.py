@@ -1,6 +1,6 @@
 """Metrics: named figures of training steps, as objectives, the engine and callbacks return them.
 
-A step is a mapping of metrics by name. `megatron/observe/names.py` says what each destination calls them.
+A step is a mapping of metrics by name. `megatron/observe/names.py` has their names in each destination.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 
 
 class Reduction(enum.Enum):
-    """How the steps of a log interval become one figure; an update is applied unless its step is skipped."""
+    """The reduction of a log interval's steps to one value; an update is applied unless its step is skipped."""
 
     MEAN = "the mean of the values of the steps whose update was applied"
     WEIGHTED_MEAN = "the sums of these steps over their weights"
     RATE = "the sums of all steps over their weights"
     TOTAL = "the sum over all steps"
-    LAST = "the last step's"
+    LAST = "the value of the last step"
 
 
 class Metric(NamedTuple):
-    """A named figure of a step: `sum / weight`.
+    """A named value of a step: `sum / weight`.
 
     Attributes:
-        name: as in `metrics.jsonl`; `group/name` for one of several of a kind, such as the loss of a data source.
-        sum: a number, or, with `Reduction.LAST`, whatever JSON can hold.
-        weight: what the sum is divided by; without any, there is no value.
-        reduction: how the steps of a log interval are combined.
+        name: as in `metrics.jsonl`; `group/name` for members of a group, such as the losses of data sources.
+        sum: a number, or with `Reduction.LAST` any JSON value.
+        weight: divisor of the sum; if it is 0, there is no value.
+        reduction: the reduction over the steps of a log interval.
     """
 
     name: str
@@ -39,28 +39,28 @@ class Metric(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The figure; None if there is none."""
+        """The value; None without weight."""
         return self.sum if self.weight == 1 else self.sum / self.weight if self.weight else None
 
 
 class StepMetrics(dict[str, Metric]):
-    """The metrics of a step, or those of a log interval, by name."""
+    """The metrics of a step or of a log interval, by name."""
 
     def value(self, name: str) -> Any:
-        """The value of a metric; None if there is none."""
+        """The value of a metric; None if it is missing or has no weight."""
         return self[name].value if name in self else None
 
     def add(self, *metrics: Metric) -> None:
-        """Adds metrics, each in the place of one with its name."""
+        """Adds metrics, replacing those of the same name."""
         self.update((metric.name, metric) for metric in metrics)
 
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """A metric that an objective sums over micro-batches and ranks: the sums, then as many weights.
+    """The layout of a metric that is summed over micro-batches and ranks: the sums, then their weights.
 
     Attributes:
-        labels: the names within the group, one for each sum; a single metric has one empty label.
+        labels: the names in the group, one for each sum; a single metric has one empty label.
         reduction: as in `Metric`.
     """
 
@@ -79,12 +79,12 @@ class MetricSpec:
 
 
 def metrics_of(values: Mapping[str, Any], reduction: Reduction, weight: float = 1) -> Iterator[Metric]:
-    """Metrics with the same weight and reduction; those that are None are left out."""
+    """Metrics with the same weight and reduction; skips values that are None."""
     return (Metric(name, value, weight, reduction) for name, value in values.items() if value is not None)
 
 
 def combined(parts: Sequence[Metric]) -> Metric:
-    """One metric of several steps, as its reduction says."""
+    """Reduces one metric over several steps."""
     last = parts[-1]
     if last.reduction is Reduction.LAST:
         return last

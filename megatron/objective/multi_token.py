@@ -1,4 +1,4 @@
-"""Multi-token prediction: besides the next token, a network learns those after it."""
+"""Multi-token prediction: a network also learns to predict tokens after the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MTP_LOSSES = "mtp_losses"
 
 
 def later_labels(labels: np.ndarray, depth: int) -> np.ndarray:
-    """The labels `depth` places further on, and 0 at the last places. Shapes: `[b, s]` to the same."""
+    """The labels `depth` positions later, and 0 at the last positions. Shapes: `[b, s]` to the same."""
     later = np.zeros_like(labels)
     later[:, : labels.shape[1] - depth] = labels[:, depth:]
     return later
@@ -27,19 +27,19 @@ def later_labels(labels: np.ndarray, depth: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MultiTokenObjective(LanguageModelObjective):
-    """The loss of the next token, plus the mean over depths of the losses of the tokens after it, times a factor.
+    """The loss of the next token, plus a factor times the mean over depths of the losses of later tokens.
 
-    All are divided by the number of tokens that count in the main loss, and are of the same terms. At depth k a
-    position counts if the label k places further on does, in the same document where documents are told apart: the last
-    k places of a sample and of such a document are left out. Where only ends of documents are masked, no position may
-    look over a masked one either.
+    All have the same terms and are divided by the number of tokens that count in the main loss. At depth k a position
+    counts if the label k positions later does, in the same document if documents are separated: the last k positions of
+    a sample, and of such a document, do not count. If only ends of documents are masked, a prediction does not cross a
+    masked position either.
 
-    Shapes: labels, loss_mask and sample_weights `[(1 + depths) b, s]`, the samples and those of each depth after them.
+    Shapes: labels, loss_mask and sample_weights `[(1 + depths) b, s]`, the samples followed by those of each depth.
 
     Args:
         depths: number of further tokens.
         scale: the factor.
-        stops_at_masked: whether a label that does not count is the end of a document (`--eod-mask-loss`).
+        stops_at_masked: a masked label is the end of a document (`--eod-mask-loss`).
 
     Source: DeepSeek-AI, "DeepSeek-V3", 2024, section 2.2, equations 24 and 25.
     """
@@ -50,27 +50,27 @@ class MultiTokenObjective(LanguageModelObjective):
 
     @property
     def metrics(self) -> Mapping[str, MetricSpec]:
-        """Those of the main loss, and the loss of each depth per counted token."""
+        """The metrics of the main loss, and the loss of each depth per counted token."""
         return {**super().metrics, MTP_LOSSES: MetricSpec([f"mtp_{depth + 1}" for depth in range(self.depths)])}
 
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Those of the main loss, with rows for every depth."""
+        """The targets of the main loss, with rows for every depth."""
         targets = dict(super().targets(batch))
         labels, mask, segments = batch.labels, batch.loss_mask, batch.segment_ids
         weights = targets.get("sample_weights", np.ones_like(mask))
-        of_labels, of_mask, reached = [labels], [mask], mask
+        all_labels, all_masks, reached = [labels], [mask], mask
         for depth in range(1, self.depths + 1):
             later = later_labels(mask, depth)
             if segments is not None:
                 later *= later_labels(segments, depth) == segments
             if self.stops_at_masked:
                 reached = later = later * (reached > 0)
-            of_labels.append(later_labels(labels, depth))
-            of_mask.append(later)
+            all_labels.append(later_labels(labels, depth))
+            all_masks.append(later)
         scaled = (self.scale / self.depths * weights).astype(np.float32)
         return targets | {
-            "labels": np.concatenate(of_labels),
-            "loss_mask": np.concatenate(of_mask),
+            "labels": np.concatenate(all_labels),
+            "loss_mask": np.concatenate(all_masks),
             "sample_weights": np.concatenate([weights, *[scaled] * self.depths]),
         }
 
@@ -80,7 +80,7 @@ class MultiTokenObjective(LanguageModelObjective):
         targets: Mapping[str, torch.Tensor],
         factor: torch.Tensor | None = None,
     ) -> ObjectiveResult:
-        """Sums the token losses; of the next token alone if there are no other outputs, as in evaluation.
+        """Sums the token losses; only of the next token if there are no other outputs, as in evaluation.
 
         Shapes: outputs (logits) `[(1 + depths) b, s, v/t]`, or `[b, s, v/t]`.
         """

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens instead of their sum: evaluation of single queries with the training engine."""
+"""Log-probabilities of target tokens instead of their sum: evaluation of single queries with the training engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGPROBS, PREDICTED = "logprobs", "predicted"
 
 
 class TargetScores(NamedTuple):
-    """What is known of each target. Shapes: `[n]`, float32 nats and int64."""
+    """The scores of targets. Shapes: `[n]`, float32 nats and int64."""
 
     logprobs: torch.Tensor
     predicted: torch.Tensor
@@ -27,7 +27,7 @@ class TargetScores(NamedTuple):
 
 @torch.no_grad()
 def score_targets(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int) -> TargetScores:
-    """The log-probability of each target and the most probable token at its place; the same on every rank of the axis.
+    """The log-probability of each target and the most probable token at its position; equal on all ranks of the axis.
 
     Shapes: logits `[n, v/t]`, labels `[n]`.
 
@@ -41,7 +41,7 @@ def score_targets(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_
 class ScoredBatch(Protocol):
     """The part of a micro-batch that this objective reads.
 
-    Shapes: tokens `[b, s]`; rows, labels and places `[n]`; all int64.
+    Shapes: tokens `[b, s]`; rows, labels and indices `[n]`; all int64.
     """
 
     @property
@@ -57,21 +57,21 @@ class ScoredBatch(Protocol):
         """The targets."""
 
     @property
-    def places(self) -> np.ndarray:
+    def indices(self) -> np.ndarray:
         """The index of each target in the statistics."""
 
 
 @dataclass(frozen=True)
 class ScoringObjective:
-    """The scores of the targets of a global batch, as two statistics with a place for each target.
+    """The scores of the targets of a global batch, as two statistics with an element for each target.
 
-    A micro-batch fills the places of its own targets and leaves 0 elsewhere, so the sums over micro-batches, ranks and
-    stages, which the engine takes of every statistic, are the values themselves.
+    A micro-batch sets the elements of its own targets and leaves 0 elsewhere, so that the engine's sums over
+    micro-batches, ranks and stages are the values themselves.
 
     Args:
         axis: the tensor-parallel axis that splits the logits.
         vocab_size: vocabulary size without padding.
-        target_count: targets of the global batch, on all ranks.
+        target_count: number of targets of the global batch, over all ranks.
     """
 
     axis: Axis
@@ -80,12 +80,12 @@ class ScoringObjective:
 
     @property
     def metrics(self) -> Mapping[str, MetricSpec]:
-        """None: a score is no figure of a step."""
+        """Empty: scores are not metrics of a step."""
         return {}
 
     @property
     def statistics(self) -> Mapping[str, int]:
-        """A log-probability, in nats, and a most probable token for every target."""
+        """The log-probability in nats and the most probable token for every target."""
         return {LOGPROBS: self.target_count, PREDICTED: self.target_count}
 
     def inputs(self, batch: ScoredBatch) -> tuple[np.ndarray, ...]:
@@ -93,8 +93,8 @@ class ScoringObjective:
         return (batch.tokens,)
 
     def targets(self, batch: ScoredBatch) -> Mapping[str, np.ndarray]:
-        """Rows, labels and places of the targets. Shapes: `[n]` int64."""
-        return {"rows": batch.rows, "labels": batch.labels, "places": batch.places}
+        """Rows, labels and indices of the targets. Shapes: `[n]` int64."""
+        return {"rows": batch.rows, "labels": batch.labels, "indices": batch.indices}
 
     def token_count(self, batch: ScoredBatch) -> float:
         return float(len(batch.labels))
@@ -114,7 +114,7 @@ class ScoringObjective:
         scores = score_targets(chosen, targets["labels"], self.axis, self.vocab_size)
         metrics = {}
         for name, values in ((LOGPROBS, scores.logprobs), (PREDICTED, scores.predicted)):
-            places = torch.zeros(self.target_count, dtype=torch.float64, device=values.device)
-            metrics[name] = places.index_copy_(0, targets["places"], values.double())
+            elements = torch.zeros(self.target_count, dtype=torch.float64, device=values.device)
+            metrics[name] = elements.index_copy_(0, targets["indices"], values.double())
         count = torch.tensor(float(len(scores.logprobs)), device=rows.device)
         return ObjectiveResult(-scores.logprobs.sum(), count, metrics)

@@ -64,7 +64,7 @@ def argument_lines(values: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Moment:
+class LogPosition:
     """Where a run is when a line is printed.
 
     Attributes:
@@ -92,14 +92,14 @@ class LineStyle(Protocol):
     SAVE_LINES: SaveLines
     LOSS_TAGS: tuple[str, str] | None
 
-    def iteration_lines(self, metrics: StepMetrics, moment: Moment) -> Sequence[str]:
+    def iteration_lines(self, metrics: StepMetrics, position: LogPosition) -> Sequence[str]:
         """The lines of a log interval.
 
         Args:
             metrics: the mean over the interval's steps; it has no loss if none of their tokens counts.
         """
 
-    def evaluation_lines(self, group: str, prefix: str, loss: float, moment: Moment) -> Sequence[str]:
+    def evaluation_lines(self, group: str, prefix: str, loss: float, position: LogPosition) -> Sequence[str]:
         """The result of one evaluation.
 
         Args:

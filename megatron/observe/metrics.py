@@ -67,7 +67,7 @@ def measure(
         "model_flops_utilization_ratio": workload.utilization_ratio(samples),
     }
     counts = {
-        "skipped_iterations": int(outcome.skipped or outcome.bad_in_a_row > 0),
+        "skipped_iterations": int(outcome.skipped or outcome.consecutive_bad > 0),
         "nan_iterations": int(_is_not_finite(outcome)),
         "empty_iterations": 1 if is_empty else None,
     }
@@ -123,4 +123,4 @@ def _with_noise_scale(metrics: StepMetrics) -> StepMetrics:
 def _is_not_finite(outcome: StepResult) -> bool:
     """Whether loss or, outside fp16, gradient norm were NaN or infinite."""
     is_loss_finite = outcome.loss is None or math.isfinite(outcome.loss)
-    return not is_loss_finite or (outcome.bad_in_a_row > 0 and not outcome.is_spike)
+    return not is_loss_finite or (outcome.consecutive_bad > 0 and not outcome.is_spike)

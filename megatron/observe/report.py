@@ -19,7 +19,7 @@ from megatron.config.schedule import planned_iterations
 from megatron.engine.totals import StepResult
 from megatron.errors import StorageError
 from megatron.objective.metric import Metric, StepMetrics
-from megatron.observe.console import LineStyle, Moment, task_lines
+from megatron.observe.console import LineStyle, LogPosition, task_lines
 from megatron.observe.destinations.destination import Destination, Safeguard
 from megatron.observe.destinations.tensorboard import TensorBoard, check_tensorboard
 from megatron.observe.destinations.weights_and_biases import WeightsAndBiases, check_wandb
@@ -189,8 +189,8 @@ class Report:
             prefix: the same as text, such as "iteration 100".
             loss: mean loss per counted token, in nats; None if no token counts.
         """
-        moment = self._moment(progress.step, progress.consumed_samples)
-        lines = self.style.evaluation_lines(group, prefix, loss, moment) if loss is not None else ()
+        position = self._position(progress.step, progress.consumed_samples)
+        lines = self.style.evaluation_lines(group, prefix, loss, position) if loss is not None else ()
         for text in lines:
             log.line(text)
         self._record("evaluation", progress.step, lambda destination: destination.evaluation(progress, group, loss))
@@ -241,7 +241,7 @@ class Report:
             return
         metrics, self._unreported = mean_of(self._unreported), []
         step = metrics.value("iteration")
-        for text in self.style.iteration_lines(metrics, self._moment(step, metrics.value("consumed_samples"))):
+        for text in self.style.iteration_lines(metrics, self._position(step, metrics.value("consumed_samples"))):
             (log.record if self._hides_lines else log.line)(text)
         self._record("interval", step, lambda destination: destination.interval(metrics))
 
@@ -258,9 +258,9 @@ class Report:
         for destination in self.destinations:
             destination.record(call, step, write)
 
-    def _moment(self, step: int, consumed_samples: int) -> Moment:
+    def _position(self, step: int, consumed_samples: int) -> LogPosition:
         epoch = 0 if self.samples_per_epoch is None else max(0, consumed_samples - 1) // self.samples_per_epoch
-        return Moment(step, self._train_iterations, epoch, self._pace.seconds_left(step, self._train_iterations))
+        return LogPosition(step, self._train_iterations, epoch, self._pace.seconds_left(step, self._train_iterations))
 
 
 def check_packages(config: ReportConfig) -> None:

@@ -1,7 +1,7 @@
 """Collective execution: work succeeds on every rank, or the same error is raised on every rank.
 
 Success costs one all-reduce of a single integer; a failure also costs a broadcast of its text. Results are sent only to
-the ranks that need them, so the bytes per rank do not grow with the world size, except on rank 0 of `gather_on_first`.
+the ranks that use them, so the bytes per rank do not grow with the world size, except on rank 0 of `gather_on_first`.
 All messages are CPU tensors sent over `mesh.control`.
 """
 
@@ -30,7 +30,7 @@ from megatron.parallel.messages import all_reduce_max, broadcast_bytes, gather_b
 
 Result = TypeVar("Result")
 
-# By precedence: if ranks fail for different reasons, falling back to an older checkpoint helps only if all are damage.
+# By precedence: an older checkpoint is a remedy only if every failing rank found damage, so damage comes last.
 _KINDS: tuple[type[MegatronError], ...] = (
     ConfigError,
     DataError,
@@ -55,7 +55,7 @@ def run_on_all(mesh: ParallelMesh, work: Callable[[], Result]) -> Result:
     failure: Exception | None = None
     try:
         result.append(work())
-    except Exception as caught:  # any exception: the other ranks must learn of it, or they would hang
+    except Exception as caught:  # of any type: unless it is reported, the other ranks would hang
         failure = caught
     _raise_everywhere(mesh, failure)
     return result[0]
@@ -83,9 +83,9 @@ def run_on_first(mesh: ParallelMesh, work: Callable[[], Any]) -> Any:
 
 
 def is_same_on_all(mesh: ParallelMesh, digest: bytes) -> bool:
-    """Whether every rank passes the same digest; all must have the same length."""
-    words = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)
-    largest, negated_smallest = all_reduce_max(torch.stack([words, -words]), mesh.control)
+    """Returns True if every rank passes the same digest; all must have the same length."""
+    values = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.int64)
+    largest, negated_smallest = all_reduce_max(torch.stack([values, -values]), mesh.control)
     return torch.equal(largest, -negated_smallest)
 
 
@@ -93,8 +93,8 @@ def _raise_everywhere(mesh: ParallelMesh, failure: Exception | None) -> None:
     """Returns if no rank failed, else raises the failure of highest precedence on every rank."""
     control = mesh.control
     # A single integer orders all failures: by precedence, then by lower rank; 0 means success.
-    own = 0 if failure is None else (len(_KINDS) - _precedence(failure)) * control.size - control.rank
-    worst = int(all_reduce_max(torch.tensor([own], dtype=torch.int64), control))
+    local = 0 if failure is None else (len(_KINDS) - _precedence(failure)) * control.size - control.rank
+    worst = int(all_reduce_max(torch.tensor([local], dtype=torch.int64), control))
     if worst == 0:
         return
     rank = -worst % control.size
@@ -102,7 +102,7 @@ def _raise_everywhere(mesh: ParallelMesh, failure: Exception | None) -> None:
     report = json.loads(broadcast_bytes(json.dumps(report).encode(), control, source=rank))
     if failure is not None and rank == control.rank:
         raise failure
-    has_rank = control.size == 1 or re.match(r"rank \d+: ", report[1])  # agreed on before, by other collectives
+    has_rank = control.size == 1 or re.match(r"rank \d+: ", report[1])  # raised by an earlier collective
     where = "" if has_rank else f"rank {rank}: "
     raise rebuild_failure(report, _KINDS, _FALLBACK, where) from failure
 

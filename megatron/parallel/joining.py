@@ -1,4 +1,4 @@
-"""Joining and leaving a run: from the launcher's variables to an open mesh."""
+"""Joins and leaves a run: from the launcher's variables to an open mesh."""
 
 from __future__ import annotations
 
@@ -24,66 +24,66 @@ from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh, build_mesh, requested_axes, requested_experts
 from megatron.parallel.messages import is_lost_peer
 from megatron.parallel.processes import ProcessIdentity, allow_open_files
-from megatron.parallel.rank_start import die_with_deepspeed_runner, die_with_launcher, launched_ranks
+from megatron.parallel.rank_start import bind_to_deepspeed_runner, bind_to_launcher, launched_ranks
 from megatron.parallel.tree_opening import LOOPBACK
 from megatron.slurm import SlurmJob, find_slurm_job
 
 _LOOKUP_TRIES = 3  # one second apart
-# A rank connects to the store for the roll call, for its groups and for torch's own watch of them.
-_CONNECTIONS_OF_A_RANK, _OTHER_FILES, _FEWEST_OTHER_FILES = 4, 1024, 64
-# How long after the limit a thread waits for the main thread to give up.
+# A rank connects to the store for the join monitor, for its groups and for torch's own monitoring of them.
+_CONNECTIONS_PER_RANK, _OTHER_FILES, _FEWEST_OTHER_FILES = 4, 1024, 64
+# After the limit, the time in which the main thread may give up before the monitor's thread acts.
 _GRACE_SECONDS = 2.0
-# How long the ranks that gave up wait for each other, and for a store that may not answer; longer than that.
+# For ranks that gave up: how long they wait for each other, and for a reply of the store.
 _ANSWER_SECONDS = 5.0
-# How long they wait for the one of them that finds out who is missing.
+# How long they wait for the one rank that determines which are missing.
 _ACCOUNT_SECONDS = 30.0
-# How often a rank asks the store, which answers some 65,000 questions a second (measured on two cores) of all ranks.
-_LOOK_SECONDS, _LOOKS_OF_ALL_RANKS = 0.1, 8192
-_KEYS_OF_A_QUESTION = 1024
+# Polling interval; the store serves some 65,000 requests a second (measured on two cores) from all ranks.
+_POLL_SECONDS, _POLLS_PER_SECOND = 0.1, 8192
+_KEYS_PER_REQUEST = 1024
 _MOST_NAMED = 16
 _FIRST, _LAST, _ANSWERED = "come", "joined", "answered"
 _GAVE_UP, _TURNS, _FINDERS, _ACCOUNT, _READERS = "gave up", "turns", "finders", "account", "readers"
 
 
 def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
-    """Joins the other ranks and returns this one's place among them.
+    """Joins the other ranks and returns the mesh of this one.
 
-    Works under torchrun, the deepspeed launcher, srun, MPI, Flux and jsrun, with variables set by hand, and without any
-    of them (one process, which uses no network). Sets torchrun's variables in the environment however the process was
-    started, because DeepSpeed reads them. A rank started by a launcher is killed when the launcher ends.
+    Supports torchrun, the deepspeed launcher, srun, MPI, Flux, jsrun and variables set by hand; one process uses no
+    network. Always sets torchrun's variables in the environment, because DeepSpeed reads them. A rank started by a
+    launcher is killed when the launcher exits.
 
     Raises:
-        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world, there are not
-        enough GPUs, or rank 0 may not have a connection with every rank.
+        LaunchError: the launcher's variables contradict each other, tp x pp does not fit the world size, there are too
+            few GPUs, or rank 0 may not open a connection to every rank.
     """
     ranks = launched_ranks(parallel.local_rank)
     sizes = requested_axes(parallel, ranks.world_size)
     if ranks.has_parent_launcher:
-        die_with_launcher()
+        bind_to_launcher()
     if ranks.launcher == "deepspeed":
-        die_with_deepspeed_runner()
-    own_device = device.local_device(
+        bind_to_deepspeed_runner()
+    local_device = device.local_device(
         ranks.local_rank, one_device_per_process=ranks.is_foreign_job or ranks.launcher == "environment"
     )
     _export(ranks)
     backend = parallel.distributed_backend or device.default_backend()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     address = f"{ranks.master_address}:{ranks.master_port}"
-    calling = RollCall(ranks.rank, ranks.world_size, address, timeout.total_seconds())
+    monitor = JoinMonitor(ranks.rank, ranks.world_size, address, timeout.total_seconds())
     is_joining = not dist.is_initialized()
-    with calling if is_joining and ranks.world_size > 1 else contextlib.nullcontext():
+    with monitor if is_joining and ranks.world_size > 1 else contextlib.nullcontext():
         if is_joining:
-            _join(ranks, backend, timeout, calling)
+            _join(ranks, backend, timeout, monitor)
         log.set_rank(ranks.rank, ranks.world_size)
         host = LOOPBACK if ranks.is_one_node else ranks.master_address
-        with _explained(ranks, backend, timeout, calling):
-            mesh = build_mesh(sizes, own_device, ranks.local_rank, timeout, host, requested_experts(parallel))
-        calling.finish()
+        with _explained(ranks, backend, timeout, monitor):
+            mesh = build_mesh(sizes, local_device, ranks.local_rank, timeout, host, requested_experts(parallel))
+        monitor.finish()
     return dataclasses.replace(mesh, splits_sequence=parallel.splits_sequence)
 
 
 def count_ranks(parallel: ParallelRequest) -> int:
-    """How many processes the launcher started; needs no contact with them.
+    """Returns the number of processes that the launcher started, without communication.
 
     Raises:
         LaunchError: the launcher's variables contradict each other.
@@ -94,7 +94,7 @@ def count_ranks(parallel: ParallelRequest) -> int:
 
 
 def rendezvous() -> tuple[str, int]:
-    """Host and port at which the ranks of an open mesh met."""
+    """Host and port of the rendezvous of an open mesh."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
@@ -108,7 +108,7 @@ def slurm_job() -> SlurmJob | None:
 
 
 def has_address(host: str) -> bool:
-    """Whether this machine can look the host up."""
+    """Returns True if this machine can resolve the host."""
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
@@ -117,7 +117,7 @@ def has_address(host: str) -> bool:
 
 
 def close_mesh(mesh: ParallelMesh) -> None:
-    """Leaves the process group; does nothing for a mesh that has none."""
+    """Destroys the process group, if the mesh has one."""
     for axis in (mesh.control, mesh.background):
         if axis.tree is not None:
             axis.tree.close()
@@ -128,7 +128,7 @@ def close_mesh(mesh: ParallelMesh) -> None:
 def _export(ranks: Ranks) -> None:
     # Otherwise each gloo group connects every rank to every other before any message is sent.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # messages that a report on a hang can show
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # messages available to a report on a hang
     os.environ.update(
         RANK=str(ranks.rank),
         WORLD_SIZE=str(ranks.world_size),
@@ -141,28 +141,28 @@ def _export(ranks: Ranks) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _join(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> None:
+def _join(ranks: Ranks, backend: str, timeout: timedelta, monitor: JoinMonitor) -> None:
     if ranks.world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     _check_address(ranks)
-    with _explained(ranks, backend, timeout, calling):
-        calling.begin(_open_store(ranks, timeout))
-        store = _own_keys(timeout)
+    with _explained(ranks, backend, timeout, monitor):
+        monitor.begin(_open_store(ranks, timeout))
+        store = _new_namespace(timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
 
 
 @contextlib.contextmanager
-def _explained(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall) -> Iterator[None]:
-    """Says of errors of the network who is missing, or what the ranks were doing."""
+def _explained(ranks: Ranks, backend: str, timeout: timedelta, monitor: JoinMonitor) -> Iterator[None]:
+    """Adds to network errors the missing ranks, or the settings of the rendezvous."""
     try:
         yield
     except (dist.DistError, RuntimeError, ValueError) as failure:
         has_timed_out = "timed out" in str(failure).lower()
-        missing = calling.missing() if calling.is_late else None
+        missing = monitor.missing() if monitor.is_late else None
         if missing is not None:
             raise missing from failure
-        # A rank that is lost may have died while it started; anything else is wrong again at the next start.
+        # A lost rank may have crashed while it started; any other error would recur at the next start.
         kind = PeerLostError if has_timed_out or is_lost_peer(failure) else LaunchError
         raise kind(
             f"Rank {ranks.rank} of {ranks.world_size} could not join the others at {ranks.master_address}:"
@@ -173,19 +173,19 @@ def _explained(ranks: Ranks, backend: str, timeout: timedelta, calling: RollCall
 
 
 def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
-    """A connection to the store of the run, which rank 0 or torchrun holds, that waits for no other rank.
+    """Connects to the store of the run, on rank 0 or in torchrun's agent, without waiting for other ranks.
 
     Source: torch/distributed/rendezvous.py, `_create_c10d_store`.
     """
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    connections = _CONNECTIONS_OF_A_RANK * ranks.world_size
+    connections = _CONNECTIONS_PER_RANK * ranks.world_size
     needed = connections + _FEWEST_OTHER_FILES
     if ranks.rank == 0 and not is_agents and allow_open_files(connections + _OTHER_FILES) < needed:
         raise LaunchError(
-            f"Rank 0 holds the store at which {ranks.world_size:,} ranks meet, with {_CONNECTIONS_OF_A_RANK} "
-            f"connections of each, and may not have the {needed:,} files open that this takes. Raise the hard limit of "
-            f"its machine (ulimit -Hn {needed} as administrator; LimitNOFILE of the service that starts jobs), or "
-            "start the ranks with torchrun, whose agent holds the store."
+            f"Rank 0 hosts the store of {ranks.world_size:,} ranks with {_CONNECTIONS_PER_RANK} connections each, but "
+            f"may not open the {needed:,} files that this takes. Raise the hard limit of its machine (ulimit -Hn "
+            f"{needed} as administrator; LimitNOFILE of the service that starts jobs), or start the ranks with "
+            "torchrun, whose agent hosts the store."
         )
     store = dist.TCPStore(
         ranks.master_address,
@@ -200,11 +200,9 @@ def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"call{mine.add(f'of_rank{ranks.rank}', 1)}", mine)
 
 
-def _own_keys(timeout: timedelta) -> dist.Store:
-    """The store at the common address, with keys that an earlier mesh of the same processes has not used.
-
-    The store may outlive a mesh, under torchrun always. Its entries say where the ranks listened, and torch gives them
-    the same names again: a second mesh would wait for connections to addresses that are gone.
+def _new_namespace(timeout: timedelta) -> dist.Store:
+    """A new namespace of the store: it may outlive a mesh, under torchrun always, and torch would read the addresses of
+    the earlier mesh under the same keys.
     """
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
@@ -212,9 +210,9 @@ def _own_keys(timeout: timedelta) -> dist.Store:
 
 
 def _check_address(ranks: Ranks) -> None:
-    """Says at once that a host name does not resolve, which every rank would retry in silence until its timeout.
+    """Reports a host name that does not resolve, which torch would retry silently until the timeout.
 
-    Refuses it only on nodes of a scheduler: the name of a pod or container may start to resolve later.
+    Raises only on nodes of a scheduler: the name of a pod or container may start to resolve later.
     """
     started = "" if ranks.launcher == "environment" else f" (started by {ranks.launcher})"
     for left in reversed(range(_LOOKUP_TRIES)):
@@ -223,12 +221,12 @@ def _check_address(ranks: Ranks) -> None:
             return
         except (OSError, UnicodeError) as failure:
             text = (
-                f"Rank {ranks.rank} of {ranks.world_size} cannot look up {ranks.master_address!r}, the host of rank "
+                f"Rank {ranks.rank} of {ranks.world_size} cannot resolve {ranks.master_address!r}, the host of rank "
                 f"0{started}: {getattr(failure, 'strerror', None) or failure}. Set MASTER_ADDR to a "
                 "name or IP address of that host that all nodes can resolve."
             )
             if not ranks.is_foreign_job:
-                log.warning(f"{text} It is looked up again until --distributed-timeout-minutes are over.")
+                log.warning(f"{text} Retrying until --distributed-timeout-minutes have passed.")
                 return
             if left == 0:
                 raise LaunchError(text) from failure
@@ -236,12 +234,12 @@ def _check_address(ranks: Ranks) -> None:
 
 
 @final
-class RollCall:
-    """Says who is there; a context manager, around everything that connects the ranks.
+class JoinMonitor:
+    """Monitors which ranks have joined; a context manager around everything that connects the ranks.
 
     Args:
         address: host and port of the store, for messages.
-        limit_seconds: how long a rank waits for the others, at the start and again from when all have come.
+        limit_seconds: how long a rank waits for the others to arrive, and again for them to connect.
         end: ends the process from the thread.
     """
 
@@ -258,14 +256,14 @@ class RollCall:
         self._address = address
         self._limit_seconds = limit_seconds
         self._end = end or _end
-        self._look_seconds = max(_LOOK_SECONDS, size / _LOOKS_OF_ALL_RANKS)
+        self._poll_seconds = max(_POLL_SECONDS, size / _POLLS_PER_SECOND)
         self._store: dist.Store | None = None
         self._holder: ProcessIdentity | None = None
         self._until = time.monotonic() + limit_seconds
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._guard, name="roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._guard, name="join-monitor", daemon=True)
 
-    def __enter__(self) -> RollCall:
+    def __enter__(self) -> JoinMonitor:
         self._thread.start()
         return self
 
@@ -275,39 +273,39 @@ class RollCall:
         self._over.set()
 
     def begin(self, store: dist.Store) -> None:
-        """Waits until all ranks have come.
+        """Waits until all ranks have arrived.
 
         Args:
-            store: a connection for this alone.
+            store: a connection that nothing else uses.
 
         Raises:
-            HangError: some have not within the limit.
+            HangError: some have not arrived within the limit.
         """
         self._store = store
-        self._meet(store, _FIRST)
+        self._await_all(store, _FIRST)
         self._holder = _identity(store, 0)
 
     def finish(self) -> None:
         """Waits until all ranks are connected.
 
         Raises:
-            HangError: some are not within the limit.
+            HangError: some have not connected within the limit.
         """
         if self._store is not None:
             self._store.set(f"{_ANSWERED}/{self._rank}", "yes")
-            self._meet(self._store, _LAST)
+            self._await_all(self._store, _LAST)
 
     @property
     def is_late(self) -> bool:
-        """Whether this rank has waited for as long as it may, however torch words that."""
+        """True once this rank has waited for the limit; torch words time-outs in many ways."""
         return time.monotonic() >= self._until
 
     def missing(self) -> HangError | None:
-        """Why this rank waits in vain, after a time-out; None if all ranks are there."""
+        """After a time-out, the error that names the missing ranks; None if all ranks have joined."""
         missing = self._account()
         return None if missing is None else HangError(missing[1])
 
-    def _meet(self, store: dist.Store, stage: str) -> None:
+    def _await_all(self, store: dist.Store, stage: str) -> None:
         self._until = time.monotonic() + self._limit_seconds
         store.set(f"{stage}/{self._rank}", json.dumps(dataclasses.asdict(ProcessIdentity.own())))
         if store.add(stage, 1) == self._size:
@@ -317,11 +315,11 @@ class RollCall:
                 failure = self.missing()
                 if failure is not None:
                     raise failure
-                if time.monotonic() > self._until + self._limit_seconds:  # one has answered, and ended since
+                if time.monotonic() > self._until + self._limit_seconds:  # a rank replied, and has exited since
                     raise HangError(self._unknown())
-            time.sleep(self._look_seconds)
+            time.sleep(self._poll_seconds)
         if store.check([_GAVE_UP]):
-            store.set(f"{_ANSWERED}/{self._rank}", "yes")  # to whoever came to look just before the last rank came
+            store.set(f"{_ANSWERED}/{self._rank}", "yes")  # for ranks that gave up just before the last one arrived
         self._until = time.monotonic() + self._limit_seconds
 
     def _guard(self) -> None:
@@ -333,106 +331,107 @@ class RollCall:
             self._end(HangError.exit_code, missing[1], missing[0])
 
     def _account(self) -> tuple[int, str] | None:
-        """The first rank that is missing and a sentence about all of them; None if there is none."""
+        """The first missing rank and a message about all of them; None if none is missing."""
         if self._store is None:
             return 0, self._sentence([0], {})
         answers: list[dict[str, Any]] = []
         has_answered = threading.Event()
 
-        def ask(store: dist.Store) -> None:
-            with contextlib.suppress(RuntimeError):  # the rank that held the store has ended
+        def request(store: dist.Store) -> None:
+            with contextlib.suppress(RuntimeError):  # the rank that hosted the store has exited
                 store.set(f"{_ANSWERED}/{self._rank}", "yes")
                 has_answered.set()
                 answers.append(self._published(store))
             has_answered.set()
 
-        thread = threading.Thread(target=ask, args=(self._store,), daemon=True)
+        thread = threading.Thread(target=request, args=(self._store,), daemon=True)
         thread.start()
         if has_answered.wait(_ANSWER_SECONDS + 1.0):
             thread.join(_ACCOUNT_SECONDS)
         if answers:
             absent: list[int] = answers[0]["ranks"]
-            came = {int(rank): ProcessIdentity(**entry) for rank, entry in answers[0]["came"].items()}
+            known = {int(rank): ProcessIdentity(**entry) for rank, entry in answers[0]["came"].items()}
         elif self._holder is not None and self._holder.is_stopped():
-            absent, came = [0], {0: self._holder}
+            absent, known = [0], {0: self._holder}
         else:
             return (self._rank, self._unknown()) if thread.is_alive() else None
-        for process in came.values():
-            process.kill()  # nobody else would, if no launcher does: it does not run
-        return (absent[0], self._sentence(absent, came)) if absent else None
+        for process in known.values():
+            process.kill()  # it is stopped, and without a launcher no one else would end it
+        return (absent[0], self._sentence(absent, known)) if absent else None
 
-    def _sentence(self, absent: Sequence[int], came: Mapping[int, ProcessIdentity]) -> str:
-        shown = [f"{rank}" + (f" ({came[rank]})" if rank in came else "") for rank in absent[:_MOST_NAMED]]
+    def _sentence(self, absent: Sequence[int], known: Mapping[int, ProcessIdentity]) -> str:
+        shown = [f"{rank}" + (f" ({known[rank]})" if rank in known else "") for rank in absent[:_MOST_NAMED]]
         shown += [f"{len(absent) - _MOST_NAMED:,} more"] if len(absent) > _MOST_NAMED else []
         return (
             f"rank {', '.join(shown)} {'has' if len(absent) == 1 else 'have'} not joined the other ranks of "
             f"{self._size} at {self._address} within {self._limit_seconds:g} s (--distributed-timeout-minutes): "
-            "stopped, dead or cut off. See the log of that rank and its machine, then run the same command again."
+            "stopped, crashed or unreachable. See the log of that rank and its machine, then run the command again."
         )
 
     def _unknown(self) -> str:
         return (
             f"rank {self._rank} waited {self._limit_seconds:g} s (--distributed-timeout-minutes) for the other ranks "
-            f"of {self._size}; which of them are missing is unknown, because the store at {self._address} does not "
-            "say. See the log of rank 0 and its machine, then run the same command again."
+            f"of {self._size}; the missing ranks are unknown, because the store at {self._address} does not reply. "
+            "See the log of rank 0 and its machine, then run the same command again."
         )
 
     def _published(self, store: dist.Store) -> dict[str, Any]:
-        """The missing ranks, in order, and the processes of those that came: the first rank to ask finds them."""
+        """The missing ranks, in order, and the known processes of these; the first rank to call determines them."""
         store.set(_GAVE_UP, "yes")
         turn = store.add(_TURNS, 0)
         if store.add(f"{_FINDERS}/{turn}", 1) == 1:
-            absent, came = self._absent(store)
-            entries = {rank: dataclasses.asdict(process) for rank, process in came.items()}
-            if not absent:  # the last of them has come by now: whoever gives up later looks again
+            absent, known = self._absent(store)
+            entries = {rank: dataclasses.asdict(process) for rank, process in known.items()}
+            if not absent:  # the last rank has arrived by now: ranks that give up later check again
                 store.delete_key(_GAVE_UP)
                 store.add(_TURNS, 1)
             store.set(f"{_ACCOUNT}/{turn}", json.dumps({"ranks": absent, "came": entries}))
         while not store.check([f"{_ACCOUNT}/{turn}"]):
-            time.sleep(self._look_seconds)
+            time.sleep(self._poll_seconds)
         account: dict[str, Any] = json.loads(store.get(f"{_ACCOUNT}/{turn}"))
         self._let_others_read(store, turn, self._size - len(account["ranks"]) if account["ranks"] else 0)
         return account
 
     def _let_others_read(self, store: dist.Store, turn: int, count: int) -> None:
-        """Keeps rank 0, with which the store may end, until so many ranks have read who is missing."""
-        readers, until = store.add(f"{_READERS}/{turn}", 1), time.monotonic() + _ANSWER_SECONDS + self._look_seconds
+        """Keeps rank 0, which may host the store, running until `count` ranks have read the missing ranks."""
+        readers, until = store.add(f"{_READERS}/{turn}", 1), time.monotonic() + _ANSWER_SECONDS + self._poll_seconds
         while self._rank == 0 and readers < count and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             readers = store.add(f"{_READERS}/{turn}", 0)
 
     def _absent(self, store: dist.Store) -> tuple[list[int], dict[int, ProcessIdentity]]:
-        """The ranks that have not come; if all have, those that neither are connected nor gave up as this one did, and
-        the processes of these. One that comes a moment too late is not among them: it runs.
+        """The ranks that have not arrived; if all have, those that neither connected nor gave up, with their processes.
+
+        A rank that arrives a moment too late is not among them: it runs.
         """
         everyone = range(self._size)
         late = _lacking(store, _FIRST, everyone)
-        until = time.monotonic() + _ANSWER_SECONDS + self._look_seconds
+        until = time.monotonic() + _ANSWER_SECONDS + self._poll_seconds
         while not late and time.monotonic() < until and not _have_all(store, _ANSWERED, everyone):
-            time.sleep(self._look_seconds)
+            time.sleep(self._poll_seconds)
         if late:
             return late, {}
         silent = _lacking(store, _ANSWERED, everyone)
         return silent, {rank: process for rank in silent[:_MOST_NAMED] if (process := _identity(store, rank))}
 
 
-def _have_all(store: dist.Store, note: str, ranks: range) -> bool:
-    starts = range(0, len(ranks), _KEYS_OF_A_QUESTION)
-    return all(store.check([f"{note}/{rank}" for rank in ranks[at : at + _KEYS_OF_A_QUESTION]]) for at in starts)
+def _have_all(store: dist.Store, key: str, ranks: range) -> bool:
+    starts = range(0, len(ranks), _KEYS_PER_REQUEST)
+    return all(store.check([f"{key}/{rank}" for rank in ranks[at : at + _KEYS_PER_REQUEST]]) for at in starts)
 
 
-def _lacking(store: dist.Store, note: str, ranks: range) -> list[int]:
-    """The ranks that have left no note, by halves: a question is about up to 1,024 of them."""
-    if not ranks or (len(ranks) <= _KEYS_OF_A_QUESTION and _have_all(store, note, ranks)):
+def _lacking(store: dist.Store, key: str, ranks: range) -> list[int]:
+    """The ranks that have not set a key, by bisection."""
+    if not ranks or (len(ranks) <= _KEYS_PER_REQUEST and _have_all(store, key, ranks)):
         return []
     if len(ranks) == 1:
         return list(ranks)
     middle = len(ranks) // 2
-    return [*_lacking(store, note, ranks[:middle]), *_lacking(store, note, ranks[middle:])]
+    return [*_lacking(store, key, ranks[:middle]), *_lacking(store, key, ranks[middle:])]
 
 
 def _identity(store: dist.Store, rank: int) -> ProcessIdentity | None:
-    """The process of a rank, if it has come."""
+    """The process of a rank, if it has arrived."""
     if not store.check([f"{_FIRST}/{rank}"]):
         return None
     return ProcessIdentity(**json.loads(store.get(f"{_FIRST}/{rank}")))

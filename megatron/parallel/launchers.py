@@ -1,4 +1,4 @@
-"""Reads how this process was launched, from the variables of torchrun, deepspeed, srun, MPI, Flux, jsrun or a shell."""
+"""Rank, world size and rendezvous from the variables of torchrun, deepspeed, srun, MPI, Flux, jsrun or a shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.errors import LaunchError
 from megatron.slurm import expand_hostlist
 
 LAUNCH_VARIABLE = "MEGATRON_LAUNCHER"
-"""Tells a rank that its parent is tools/launch.py, which it must not outlive."""
+"""Set by tools/launch.py for its ranks, which must not outlive it."""
 
 _DEFAULT_PORT = 29500  # torch's own
 _LOWEST_JOB_PORT, _JOB_PORTS = 10_000, 20_000  # below Linux's ephemeral ports (32768 and up)
@@ -36,7 +36,7 @@ _LOCAL_SIZE_NAMES = (
     "JSM_NAMESPACE_LOCAL_SIZE",
     "PMI_LOCAL_SIZE",
 )
-# Variables of the rank and of the size, and what starts ranks with them. PALS (mpiexec of Cray) sets those of PMI.
+# Variables of the rank and of the world size, and the launcher that sets them. PALS (Cray's mpiexec) sets PMI's.
 _MPI_NAMES = (
     ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "jsrun"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "mpirun"),
@@ -50,12 +50,12 @@ _JOB_NAMES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "FLUX_JOB_ID", "PALS_
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, the number of ranks, and the address where they meet.
+    """This process's rank, the world size, and the address of the rendezvous.
 
     Args:
         launcher: torchrun, deepspeed, launch (tools/launch.py), srun, mpirun, jsrun, flux run, environment (variables
             set by hand) or none.
-        is_one_node: whether all ranks are known to run on this machine.
+        is_one_node: all ranks are known to run on this machine.
     """
 
     rank: int
@@ -68,23 +68,23 @@ class Ranks:
 
     @property
     def has_parent_launcher(self) -> bool:
-        """Whether the parent process is a launcher, which the rank must not outlive; a shell is not."""
+        """True if the parent process is a launcher, not a shell."""
         return self.launcher not in ("environment", "none")
 
     @property
     def is_foreign_job(self) -> bool:
-        """Whether a scheduler or MPI started the ranks, each with the devices and the addresses that it chose."""
+        """True if a scheduler or MPI started the ranks and chose their devices and addresses."""
         return self.launcher in ("srun", "mpirun", "jsrun", "flux run")
 
 
 def discover_ranks(environ: Mapping[str, str], *, local_rank: int | None = None, parent_process_id: int = 0) -> Ranks:
-    """Reads the launcher's variables; the result depends on the arguments only.
+    """Reads the launcher's variables; the result depends only on the arguments.
 
-    RANK wins (an srun that starts one torchrun per node sets both kinds), then MPI's variables, then an srun step's.
-    Slurm's variables outside a step (salloc, sbatch script) mean one process.
+    RANK takes precedence (with one torchrun per node under srun, both kinds are set), then MPI's variables, then those
+    of an srun step. Slurm's variables outside a step (salloc, sbatch script) mean a single process.
 
     Args:
-        local_rank: the value of `--local_rank`, used where no variable gives it.
+        local_rank: the value of `--local_rank`, used if no variable sets it.
         parent_process_id: distinguishes MPI jobs on one machine that have no job id.
 
     Raises:
@@ -195,7 +195,7 @@ def _local_rank(environ: Mapping[str, str], flag: int | None, rank: int, world_s
         return rank
     else:
         raise LaunchError(
-            f"Rank {rank} of {world_size} does not know its local rank: LOCAL_RANK is not set and --local_rank was not "
+            f"The local rank of rank {rank} of {world_size} is unknown: LOCAL_RANK is not set and --local_rank was not "
             f"passed. Set LOCAL_RANK (0 for the first process of a node)."
         )
     size = _local_size(environ, world_size)
@@ -217,7 +217,7 @@ def _local_size(environ: Mapping[str, str], world_size: int) -> int | None:
 
 
 def _address(environ: Mapping[str, str]) -> str:
-    """The address of rank 0, without the brackets around an IPv6 address; empty if it is not given."""
+    """The address of rank 0, without the brackets around an IPv6 address; empty if not set."""
     return environ.get("MASTER_ADDR", "").strip().removeprefix("[").removesuffix("]")
 
 
@@ -231,10 +231,10 @@ def _port(environ: Mapping[str, str], job: str | None = None) -> int:
 
 
 def _check_both(environ: Mapping[str, str], rank_name: str, size_name: str) -> None:
-    """Refuses to take a process for a run of its own if one of two variables says that it has company."""
+    """Raises if only one of rank and world size is set and its value implies several ranks."""
     if not _given(environ, rank_name) and _given(environ, size_name) and _number(environ, size_name) != 1:
         raise LaunchError(
-            f"{size_name}={environ[size_name]} is set but {rank_name} is not, so this process does not know its rank. "
+            f"{size_name}={environ[size_name]} is set but {rank_name} is not, so the rank of this process is unknown. "
             "Start it with torchrun, deepspeed, srun or mpirun, or set RANK and WORLD_SIZE; unset "
             f"{size_name} for a single process."
         )
@@ -253,7 +253,7 @@ def _check_rank(rank: int, world_size: int, rank_name: str, size_name: str) -> N
             f"{size_name} for a single process."
         )
     if not 0 <= rank < world_size:
-        advice = "set both variables, or use torchrun, which does"
+        advice = "set both variables, or use torchrun, which sets them"
         if rank_name != "RANK":
             advice = f"unset both if another job left them behind, and start the ranks with {_starter(rank_name)}"
         raise LaunchError(
@@ -282,8 +282,8 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ.get(name, "")
     if not text:
         raise LaunchError(
-            f"{name} is not set, although other variables say that a launcher started this process. Start it with that "
-            f"launcher, or unset the variables if another job left them behind."
+            f"{name} is not set, although other variables of a launcher are. Start this process with that launcher, or "
+            f"unset the variables if another job left them behind."
         )
     try:
         return int(text)

@@ -1,8 +1,7 @@
-"""The mesh: ordered axes of ranks, this rank's place on each, and the process groups they make up.
+"""The mesh: ordered axes of ranks, this rank's position on each, and their process groups.
 
-An axis says by its role what its ranks do not share. Every reduction names a derived group, which spans the axes of
-some roles, so that a new axis joins the right sums by saying its role. Nothing here joins or leaves a run; see
-`joining.py`.
+The role of an axis is what differs between its ranks. Reductions use derived groups, which span the axes of some roles,
+so that a new axis takes part in the right sums because of its role. Joining and leaving a run: see `joining.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megatron.parallel.tree_opening import LOOPBACK, open_trees
 
 Role = Literal["stage", "batch", "sequence", "tensor"]
 
-# Slowest first: neighbours in `tp` are neighbours on a node.
+# Slowest first, so that neighbours in `tp` are neighbours on a node.
 STANDARD_ROLES: tuple[tuple[str, Role], ...] = (
     ("pp", "stage"),
     ("dp", "batch"),
@@ -41,18 +40,17 @@ STANDARD_ROLES: tuple[tuple[str, Role], ...] = (
     ("tp", "tensor"),
 )
 
-# Work in the background may take longer than any step; a rank that ends is noticed at once all the same.
+# Background work may take longer than any step; a rank that exits is detected at once all the same.
 _BACKGROUND_TIMEOUT = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class AxisSize:
-    """One direction of the grid.
+    """The size and role of an axis.
 
     Args:
-        role: what the ranks of the axis do not share: they hold other layers ("stage") or other parts of the same
-            matrices ("tensor"), or compute on other samples ("batch") or other positions of the same samples
-            ("sequence").
+        role: what differs between the ranks of the axis: layers ("stage"), parts of the same matrices ("tensor"),
+            samples ("batch"), or positions of the same samples ("sequence").
     """
 
     name: str
@@ -62,13 +60,12 @@ class AxisSize:
 
 @dataclass(frozen=True)
 class ExpertSplit:
-    """How the experts of a layer are divided over the ranks of a stage: a second grid of the ranks that have different
-    tokens.
+    """The division of a layer's experts over the ranks of a stage with different tokens.
 
     Args:
-        size: over how many of these ranks, neighbours, experts are divided; the rest hold copies.
-        keeps_tensor: whether each expert is split over the tensor-parallel ranks, like other matrices; if not, those
-            are among the ranks over which whole experts are divided.
+        size: number of neighbouring ranks over which experts are divided; the others hold copies.
+        keeps_tensor: each expert is split over the tensor-parallel ranks, like other matrices; otherwise whole experts
+            are divided over these ranks, too.
     """
 
     size: int = 1
@@ -77,14 +74,14 @@ class ExpertSplit:
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks that communicate with each other, as this rank sees them: an axis of the grid or a derived group.
+    """An axis of the mesh or a derived group, from the view of one of its ranks.
 
     Args:
         rank: this process's position on the axis.
         ranks: the global ranks on the axis, in order.
-        group: their process group; None only where no process group was opened.
-        tree: what carries their messages instead of a group, CPU tensors and bytes only; see `messages.py`.
-        stopwatch: times the messages between them, where somebody wants to know.
+        group: their process group; None if none was opened.
+        tree: carries their messages instead of a group, CPU tensors and bytes only; see `messages.py`.
+        stopwatch: times their messages, if messages are timed.
     """
 
     name: str
@@ -96,7 +93,7 @@ class Axis:
     stopwatch: Stopwatch | None = field(default=None, compare=False, repr=False)
 
     def timed(self, kind: str = "") -> AbstractContextManager[None]:
-        """Around each message between the ranks of the axis."""
+        """A context that times a message between the ranks of the axis."""
         return contextlib.nullcontext() if self.stopwatch is None else self.stopwatch.running(kind)
 
     @classmethod
@@ -105,39 +102,39 @@ class Axis:
 
 
 def _spans(*roles: Role) -> dict[str, Collection[str]]:
-    """Says which axes a derived group spans: the axes with these roles."""
+    """The metadata of a derived group that spans the axes with these roles."""
     return {"roles": roles}
 
 
-# Of the second grid, see `_expert_axes`.
+# Groups of experts, see `_expert_axes`.
 _OF_EXPERTS: dict[str, Collection[str]] = {"roles": ()}
 
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """This rank's place on every axis, and the groups it communicates in.
+    """This rank's position on every axis, and its groups.
 
     The last axis is the fastest: with the standard axes and only `pp`, `dp` and `tp` larger than 1 the global rank is
     `(pp * DP + dp) * TP + tp`, DeepSpeed's order.
 
     Args:
         sizes: the axes in order, slowest first.
-        axes: this rank's place on each of them.
+        axes: this rank's position on each of them.
         world: all ranks.
         control: all ranks, connected by a tree that carries CPU tensors.
-        background: the same with a tree of its own, for the one thread that communicates while training goes on.
-        embedding: the first and the last pipeline stage of this rank's column, which share the word embeddings; the
-            ranks between them are alone on it.
-        batch: ranks that read different samples.
+        background: the same with a separate tree, for the one thread that communicates during training.
+        embedding: the first and the last stage of this rank's pipeline, which share the word embeddings; a stage
+            between them is alone on this axis.
+        batch: ranks with different samples.
         loss: ranks over which losses and tokens are summed.
         gradient: ranks over which the gradient of a replicated parameter is averaged.
         model: the ranks that hold one copy of the model.
         ep: expert parallelism: ranks with different experts, which exchange tokens.
-        expert_gradient: ranks over which the gradient of an expert's parameter is summed; they hold copies of it.
+        expert_gradient: ranks that hold copies of an expert's parameters and sum their gradients.
         expert_model: the ranks of a stage that hold one copy of all experts of its layers.
-        experts: how experts are divided.
-        kernels: which implementation of each operation these ranks use; the same on all of them.
-        splits_sequence: whether the ranks of `tp` have different tokens of the hidden states between matrix products.
+        experts: the division of experts.
+        kernels: the implementation of each operation, the same on all ranks.
+        splits_sequence: the ranks of `tp` have different tokens of the hidden states between matrix products.
     """
 
     sizes: tuple[AxisSize, ...]
@@ -148,7 +145,7 @@ class ParallelMesh:
     embedding: Axis
     device: torch.device
     local_rank: int
-    # The derived groups. One more is one more line: a field that says which roles it spans.
+    # The derived groups; to add one, add a field with the roles that it spans.
     batch: Axis = field(metadata=_spans("batch"))
     loss: Axis = field(metadata=_spans("batch", "sequence"))
     gradient: Axis = field(metadata=_spans("batch", "sequence"))
@@ -169,10 +166,10 @@ class ParallelMesh:
         local_rank: int = 0,
         experts: ExpertSplit = ExpertSplit(),
     ) -> ParallelMesh:
-        """The place of a rank in a grid, without process groups.
+        """The mesh of one rank, without process groups.
 
         Raises:
-            LaunchError: experts cannot be divided over as many ranks.
+            LaunchError: experts cannot be divided over this many ranks.
         """
         columns = [_axis(size.name, sizes, rank, {size.name}) for size in sizes]
         world = _axis("world", sizes, rank, {size.name for size in sizes})
@@ -195,11 +192,11 @@ class ParallelMesh:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:
-        """A mesh of this process alone, without a process group."""
+        """A mesh of one process, without a process group."""
         return cls.at(standard_axes(1), 0, device)
 
     def timed_by(self, stopwatch: Stopwatch) -> ParallelMesh:
-        """The same mesh, which times its messages, except the control messages between all ranks."""
+        """A copy of the mesh that times its messages, except the control messages between all ranks."""
         names = [name for name, _ in _derived_groups()]
         timed: dict[str, Any] = {name: dataclasses.replace(getattr(self, name), stopwatch=stopwatch) for name in names}
         axes = tuple(dataclasses.replace(axis, stopwatch=stopwatch) for axis in self.axes)
@@ -207,11 +204,11 @@ class ParallelMesh:
 
     @property
     def stopwatch(self) -> Stopwatch | None:
-        """What times the messages, if anything does."""
+        """Times the messages; None if they are not timed."""
         return self.model.stopwatch
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name; of size 1 where the mesh was built without it."""
+        """The axis of that name, of size 1 if the mesh has none."""
         return next((axis for axis in self.axes if axis.name == name), Axis.single(name, self.world.rank))
 
     def axes_of(self, *roles: Role) -> tuple[Axis, ...]:
@@ -220,7 +217,7 @@ class ParallelMesh:
 
     @property
     def place(self) -> str:
-        """This rank's place on the axes that divide anything, for reports, such as `dp 1 cp 0 tp 3`."""
+        """This rank's position on the axes of more than one rank, for reports, such as `dp 1 cp 0 tp 3`."""
         return " ".join(f"{axis.name} {axis.rank}" for axis in self.axes if axis.size > 1)
 
     @property
@@ -250,19 +247,17 @@ class ParallelMesh:
 
     @property
     def sp(self) -> Axis:
-        """Ulysses: the ranks that exchange tokens for heads."""
+        """Ulysses parallelism: the ranks that exchange tokens for heads."""
         return self.axis("sp")
 
     @property
     def sequence_parallel(self) -> Axis:
-        """The ranks that have different tokens of the hidden states between matrix products (`--sequence-parallel`):
-        those of `tp`, or this one alone.
-        """
+        """The ranks with different tokens of the hidden states between matrix products: `tp` or this rank alone."""
         return self.tp if self.splits_sequence else Axis.single("tp", self.world.rank)
 
 
 def requested_axes(parallel: ParallelRequest, world_size: int) -> tuple[AxisSize, ...]:
-    """The standard axes of the layout that a section of the configuration asks for; raises as `standard_axes`."""
+    """The standard axes of a configured layout; raises as `standard_axes`."""
     return standard_axes(
         world_size,
         tp=parallel.tensor_model_parallel_size,
@@ -273,12 +268,12 @@ def requested_axes(parallel: ParallelRequest, world_size: int) -> tuple[AxisSize
 
 
 def requested_experts(parallel: ParallelRequest) -> ExpertSplit:
-    """How a section of the configuration asks for experts to be divided."""
+    """The configured division of experts."""
     return ExpertSplit(parallel.expert_model_parallel_size, parallel.splits_each_expert)
 
 
 def standard_axes(world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, sp: int = 1) -> tuple[AxisSize, ...]:
-    """The standard axes in their order, `dp` taking the ranks that the others leave.
+    """The standard axes in order; `dp` takes the remaining ranks.
 
     Raises:
         LaunchError: the sizes do not divide the number of ranks.
@@ -296,7 +291,7 @@ def standard_axes(world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, sp:
 
 
 def check_layout(world_size: int, tp_size: int, pp_size: int) -> None:
-    """Checks that whole model copies fill the world.
+    """Checks that the world size is a multiple of the ranks of one model copy.
 
     Raises:
         LaunchError: tp x pp does not divide the number of processes.
@@ -313,18 +308,17 @@ def build_mesh(
     host: str = LOOPBACK,
     experts: ExpertSplit = ExpertSplit(),
 ) -> ParallelMesh:
-    """Creates the process groups of the mesh, and the trees, within a process group that is open already.
+    """Creates the process groups and trees of the mesh within an initialized process group; collective.
 
-    Called by all ranks. A rank creates only the groups it is in. Groups of the same ranks are one group, the group of
-    all ranks is the open one, and all axes of size 1 share a group of this rank alone: a real one, because DeepSpeed
-    takes None for everybody.
+    A rank creates only its own groups. Groups of the same ranks are one group, the group of all ranks is the existing
+    one, and all axes of size 1 share a real group of this rank alone, because DeepSpeed takes None for all ranks.
 
     Args:
-        timeout: how long a collective of any of the groups waits for the other ranks, in the open group too.
-        host: where all ranks can reach rank 0.
+        timeout: of collectives in all of the groups, the existing one included.
+        host: an address at which all ranks reach rank 0.
 
     Raises:
-        LaunchError: the product of the sizes is not the number of ranks, or experts cannot be divided over as many.
+        LaunchError: the product of the sizes is not the world size, or experts cannot be divided over this many ranks.
     """
     world_size = dist.get_world_size()
     if math.prod(size.size for size in sizes) != world_size:
@@ -337,17 +331,17 @@ def build_mesh(
         distributed_c10d._set_pg_timeout(timeout)
     mesh = ParallelMesh.at(sizes, dist.get_rank(), device, local_rank, experts)
     groups = _Groups(mesh.world, timeout, host)
-    # Every rank goes through the same list in the same order, and at each entry all ranks of a group create it or all
-    # have it already, so none waits for a rank that waits for another. Only `embedding` leaves ranks out: it is last.
-    axes = tuple(groups.give(axis) for axis in mesh.axes)
-    derived: dict[str, Any] = {name: groups.give(getattr(mesh, name)) for name, _ in _derived_groups()}
-    derived["embedding"] = groups.give(mesh.embedding)
-    derived.update(world=groups.give(mesh.world), control=groups.control, background=groups.background)
+    # No deadlock: all ranks process the same list in the same order, and either all ranks of a group create it or all
+    # have it already. Only `embedding` omits some ranks, so it comes last.
+    axes = tuple(groups.open(axis) for axis in mesh.axes)
+    derived: dict[str, Any] = {name: groups.open(getattr(mesh, name)) for name, _ in _derived_groups()}
+    derived["embedding"] = groups.open(mesh.embedding)
+    derived.update(world=groups.open(mesh.world), control=groups.control, background=groups.background)
     return dataclasses.replace(mesh, axes=axes, **derived)
 
 
 class _Groups:
-    """The process groups this rank has so far, by their ranks."""
+    """The process groups of this rank so far, by their ranks."""
 
     def __init__(self, world: Axis, timeout: timedelta, host: str) -> None:
         self._timeout = timeout
@@ -362,11 +356,11 @@ class _Groups:
             )
             self.control = dataclasses.replace(self.control, group=None, tree=control)
             self.background = dataclasses.replace(self.background, group=None, tree=background)
-            self._even_out(control)
-        self.give(Axis.single("self", world.rank))
+            self._equalize_counts(control)
+        self.open(Axis.single("self", world.rank))
 
-    def give(self, axis: Axis) -> Axis:
-        """The axis with its process group."""
+    def open(self, axis: Axis) -> Axis:
+        """Returns the axis with its process group."""
         if axis.ranks not in self._by_ranks:
             self._by_ranks[axis.ranks] = self._new(axis.name, axis.ranks)
         return dataclasses.replace(axis, group=self._by_ranks[axis.ranks])
@@ -374,10 +368,11 @@ class _Groups:
     def _new(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=name)
 
-    def _even_out(self, control: RankTree) -> None:
-        """Gives every rank the same number of groups, because torch makes that number part of a new group's name.
+    def _equalize_counts(self, control: RankTree) -> None:
+        """Gives every rank the same number of groups.
 
-        Ranks with different numbers, as an earlier mesh with a pipeline leaves them, would wait under different names.
+        Torch names a new group by their number, so ranks with different numbers, as an earlier mesh with a pipeline
+        leaves them, would wait under different names.
         """
         most = int(control.maximum(np.array(_group_count())))
         for _ in range(most - _group_count()):
@@ -400,7 +395,7 @@ def _with_roles(sizes: Sequence[AxisSize], *roles: Role) -> set[str]:
 
 
 def _expert_axes(sizes: Sequence[AxisSize], rank: int, split: ExpertSplit) -> dict[str, Axis]:
-    """The groups of the grid of experts, in which neighbours hold different ones."""
+    """The groups of experts; neighbours hold different ones."""
     roles: tuple[Role, ...] = ("batch", "sequence") if split.keeps_tensor else ("batch", "sequence", "tensor")
     whole = _axis("expert ranks", sizes, rank, _with_roles(sizes, *roles))
     if whole.size % split.size:
@@ -421,7 +416,7 @@ def _expert_axes(sizes: Sequence[AxisSize], rank: int, split: ExpertSplit) -> di
 
 
 def _axis(name: str, sizes: Sequence[AxisSize], rank: int, spanned: Collection[str]) -> Axis:
-    """The ranks that share this one's place on every axis that is not spanned."""
+    """The ranks that have this one's position on every axis that is not spanned."""
     strides = [math.prod(size.size for size in sizes[index + 1 :]) for index in range(len(sizes))]
     corner, steps = rank, []
     for size, stride in zip(sizes, strides, strict=True):
@@ -433,6 +428,6 @@ def _axis(name: str, sizes: Sequence[AxisSize], rank: int, spanned: Collection[s
 
 
 def _ends(pipeline: Axis, rank: int) -> Axis:
-    """The first and the last rank of a pipeline; for a rank between them, itself alone."""
+    """The first and the last rank of a pipeline; for a rank between them, only itself."""
     ends = tuple(sorted({pipeline.ranks[0], pipeline.ranks[-1]}))
     return Axis("embedding", ends.index(rank), len(ends), ends) if rank in ends else Axis.single("embedding", rank)

@@ -1,7 +1,7 @@
 """Non-differentiable communication between ranks: sums, maxima, bytes and JSON, without pickle.
 
 Except for `send` and `receive`, every function is collective over its axis; on an axis of size 1 it returns this
-rank's own value. An axis with a tree, as `ParallelMesh.control` has one, sends CPU tensors and bytes along it.
+rank's own value. An axis with a tree, such as `ParallelMesh.control`, sends CPU tensors and bytes along it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron import device
 from megatron.errors import PeerLostError
 from megatron.parallel.mesh import Axis
 
-# The kind of time that sends and receives of pipeline stages take.
+# The stopwatch's name for sends and receives of pipeline stages.
 TRANSFER = "transfer"
 
 _LOST_PEER_TEXTS = (
@@ -25,8 +25,8 @@ _LOST_PEER_TEXTS = (
     "Connection closed by peer",
     "Broken pipe",
     "Connection refused",
-    "Connect timeout",  # gloo connects two ranks when they first exchange something
-    "Timed out waiting",  # a rank that hangs, once --distributed-timeout-minutes are over
+    "Connect timeout",  # gloo connects two ranks at their first message
+    "Timed out waiting",  # a rank hangs, and --distributed-timeout-minutes have passed
 )
 
 
@@ -39,20 +39,20 @@ class PendingMaximum:
     """
 
     def __init__(self, value: int, axis: Axis) -> None:
-        self._word = torch.tensor([value], dtype=torch.int32)
+        self._value = torch.tensor([value], dtype=torch.int32)
         self._work: dist.Work | None = None
-        self._coming = None if axis.tree is None else axis.tree.start_maximum(self._word.numpy())
+        self._pending = None if axis.tree is None else axis.tree.start_maximum(self._value.numpy())
         if axis.size > 1 and axis.tree is None:
-            self._work = dist.all_reduce(self._word, op=dist.ReduceOp.MAX, group=axis.group, async_op=True)
+            self._work = dist.all_reduce(self._value, op=dist.ReduceOp.MAX, group=axis.group, async_op=True)
 
     def wait(self) -> int:
         """Waits for all ranks and returns the maximum."""
-        if self._coming is not None:
-            return int(self._coming.result()[0])
+        if self._pending is not None:
+            return int(self._pending.result()[0])
         if self._work is not None:
             self._work.wait()
             self._work = None
-        return int(self._word)
+        return int(self._value)
 
 
 def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -66,9 +66,7 @@ def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sums over the axis the part of `tensor` that falls to this rank, in place, and returns it.
-
-    The other parts are not defined afterwards.
+    """Sums this rank's part of `tensor` over the axis, in place, and returns it; the other parts become undefined.
 
     Shapes: `[n]` with `n` a multiple of the axis's size `r`; the result, a view, `[n/r]`.
     """
@@ -81,7 +79,7 @@ def reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], sizes: Sequence[int], axis: Axis) -> list[torch.Tensor]:
-    """Sends one tensor to every rank of the axis, and returns what each of them sent to this one.
+    """Sends one tensor to every rank of the axis and returns the tensors received from each.
 
     Shapes: parts `[n_i]`, of one dtype; result `[sizes[i]]`.
     """
@@ -121,15 +119,15 @@ def send(tensor: torch.Tensor, axis: Axis, destination: int) -> None:
 
 
 def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
-    """Overwrites `tensor` with the one that rank `source` of the axis sends, of equal shape and dtype; returns it."""
+    """Receives into `tensor` from rank `source` of the axis, which sends the same shape and dtype; returns it."""
     dist.recv(tensor, src=axis.ranks[source], group=axis.group)
     return tensor
 
 
 def wait_for(works: Iterable[dist.Work], axis: Axis, kind: str = "") -> None:
-    """Waits for messages between ranks of the axis, and times only that.
+    """Waits for messages between ranks of the axis, and times only the wait.
 
-    It is here that the watcher of a run sees a rank wait for others: messages that were begun elsewhere end here too.
+    Asynchronous messages are awaited here, too: the run's monitor takes this module for a rank that waits for others.
     """
     with axis.timed(kind):
         for work in works:
@@ -137,10 +135,10 @@ def wait_for(works: Iterable[dist.Work], axis: Axis, kind: str = "") -> None:
 
 
 class PendingMessage:
-    """A tensor on its way between two ranks; its memory must not be written to before `wait` has returned.
+    """A tensor in transit between two ranks; its memory must not be written before `wait` has returned.
 
     Args:
-        tensor: what is sent, or where the values arrive.
+        tensor: the tensor that is sent, or received into.
     """
 
     def __init__(self, tensor: torch.Tensor, work: dist.Work | None, stopwatch_of: Axis) -> None:
@@ -148,16 +146,16 @@ class PendingMessage:
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody has waited for it."""
+        """True after `wait`."""
         return self._work is None
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Waits for the message, on a GPU only the work that is queued from now on; returns its tensor."""
+        """Waits for the message (on a GPU, work queued from now on does) and returns its tensor."""
         if self._work is not None:
             wait_for([self._work], self._axis, TRANSFER)
             self._work = None
@@ -165,16 +163,16 @@ class PendingMessage:
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, destination: int) -> PendingMessage:
-    """Sends a tensor to rank `destination` of the axis, which calls `receive` or `start_receive`, without waiting.
+    """Starts to send a tensor to rank `destination` of the axis, which calls `receive` or `start_receive`.
 
-    Two ranks that send to each other begin their messages in the same order.
+    Two ranks that send to each other must start their messages in the same order.
     """
     whole = tensor.contiguous()
     return PendingMessage(whole, dist.isend(whole, dst=axis.ranks[destination], group=axis.group), axis)
 
 
 def start_receive(tensor: torch.Tensor, axis: Axis, source: int) -> PendingMessage:
-    """Begins to receive what rank `source` of the axis sends, of equal shape and dtype; see `start_send`."""
+    """Starts to receive into `tensor` from rank `source` of the axis; see `start_send`."""
     return PendingMessage(tensor, dist.irecv(tensor, src=axis.ranks[source], group=axis.group), axis)
 
 
@@ -196,17 +194,17 @@ def broadcast_bytes(content: bytes, axis: Axis, source: int = 0) -> bytes:
 def gather_bytes(content: bytes, axis: Axis) -> list[bytes] | None:
     """Returns the bytes of every rank of the axis, in axis order, on its first rank, and None on the others.
 
-    Over a group every rank sends an eight-byte length and as many bytes as the longest has, since NCCL opens a
-    communicator for each pair that exchanges messages alone; in a tree the ranks between pass them on.
+    In a group every rank sends an eight-byte length and its bytes padded to the longest, because NCCL opens a
+    communicator for each pair of ranks with messages of its own; in a tree the ranks between relay them.
     """
     if axis.tree is not None:
         return axis.tree.gather(content)
     if axis.size == 1:
         return [content]
     message_device = _message_device(axis)
-    own_size = torch.tensor([len(content)], dtype=torch.int64, device=message_device)
-    sizes = [torch.empty_like(own_size) for _ in range(axis.size)]
-    dist.all_gather(sizes, own_size, group=axis.group)
+    size = torch.tensor([len(content)], dtype=torch.int64, device=message_device)
+    sizes = [torch.empty_like(size) for _ in range(axis.size)]
+    dist.all_gather(sizes, size, group=axis.group)
     message = _as_tensor(content.ljust(max(map(int, sizes)), b"\0")).to(message_device)
     messages = [] if axis.rank else [torch.empty_like(message) for _ in sizes]
     if len(message):
@@ -217,7 +215,7 @@ def gather_bytes(content: bytes, axis: Axis) -> list[bytes] | None:
 def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
     """Returns the JSON-serializable value of rank `source` of the axis on every rank; other values are ignored.
 
-    The value always makes a round trip through JSON (tuples become lists), also on an axis of size 1.
+    The value is always encoded as JSON (tuples become lists), even on an axis of size 1.
     """
     content = json.dumps(value).encode() if axis.rank == source else b""
     return json.loads(broadcast_bytes(content, axis, source))
@@ -226,7 +224,7 @@ def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """Gathers a JSON-serializable value from every rank of the axis, in axis order, on every rank.
 
-    The bytes a rank receives grow with the size of the axis; if one rank suffices, `gather_bytes` is cheaper.
+    The bytes a rank receives grow with the size of the axis; if one rank needs the values, `gather_bytes` is cheaper.
     """
     gathered = gather_bytes(json.dumps(value).encode(), axis)
     values = None if gathered is None else [json.loads(content) for content in gathered]
@@ -234,7 +232,7 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
 
 
 def is_lost_peer(failure: BaseException) -> bool:
-    """Whether a rank fails because another one ended or hangs, judging by gloo's and NCCL's error messages."""
+    """Returns True if a rank failed because another one exited or hangs, by gloo's and NCCL's error messages."""
     if isinstance(failure, PeerLostError | dist.DistBackendError | dist.DistNetworkError):
         return True
     return isinstance(failure, RuntimeError) and any(text in str(failure) for text in _LOST_PEER_TEXTS)

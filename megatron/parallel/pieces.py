@@ -1,4 +1,4 @@
-"""Pieces: parts of named tensors, described independently of any layout, and the targets of loaded pieces."""
+"""Pieces of named tensors, described independently of any layout, and the targets of loaded pieces."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Kind = Literal["weight", "master", "exp_avg", "exp_avg_sq", "average"]
 class PieceKey:
     """A flat range inside a box of a global tensor.
 
-    The box is `start[i] <= index[i] < stop[i]` in the tensor of shape `shape`; its elements are numbered row-major from
-    0, and the piece holds those with `first <= number < last`.
+    The box is `start[i] <= index[i] < stop[i]` in the tensor of shape `shape`. Its elements are numbered row-major from
+    0, and the piece holds elements `first` to `last - 1`.
 
     Attributes:
-        is_optional: whether nothing is loaded where a checkpoint lacks the tensor.
+        is_optional: nothing is loaded if a checkpoint lacks the tensor.
     """
 
     name: str
@@ -67,16 +67,15 @@ class PieceKey:
         return dataclasses.replace(self, first=self.first + first, last=self.first + last)
 
     def of_kind(self, kind: Kind) -> PieceKey:
-        """The same elements of another kind; quicker than `dataclasses.replace`, since every save asks for it."""
+        """The same elements of another kind."""
+        # called for every save, so not by the slower `dataclasses.replace`
         return PieceKey(self.name, kind, self.shape, self.start, self.stop, self.first, self.last, self.is_optional)
 
 
 def filling(
     targets: Iterable[tuple[PieceKey, torch.Tensor]],
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """Turns (piece, flat target tensor) pairs into (piece, function that fills the target) pairs, as loading
-    expects.
-    """
+    """Turns (piece, flat target tensor) pairs into the (piece, function that fills the target) pairs of loading."""
     for key, target in targets:
         yield key, _filler(target)
 
@@ -84,8 +83,9 @@ def filling(
 def filling_weights(
     parameters: Iterable[torch.Tensor],
 ) -> Iterator[tuple[PieceKey, Callable[[torch.Tensor], None]]]:
-    """This rank's shard of every weight, or state, with the function that copies it into place; padding rows are left
-    unchanged. The copy of a weight whose original lies on another pipeline stage asks for the original.
+    """This rank's shard of every weight or state, with the function that fills it; padding rows stay unchanged.
+
+    A tied copy of a weight of another pipeline stage is loaded from the original.
     """
     return filling(
         (_weight_key(spec, parameter), parameter.detach().view(-1)[: spec.box_numel])

@@ -1,5 +1,4 @@
-"""Identifies a process so that one with the same number, later or in another container, is not mistaken for it; and
-how many files this one may have open."""
+"""The identity of a process, unambiguous even if its id is reused or in another container; the limit on open files."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ class ProcessIdentity:
     """A process of a run.
 
     Attributes:
-        machine: differs between kernels and their restarts.
+        machine: differs between machines and their reboots.
         namespace: differs between containers of one machine.
-        born: when it started, as `born_at` says it.
-        place: where its rank is in the grid of the run, for reports; empty if it has no rank yet, or is alone.
+        born: its start time, from `born_at`.
+        place: `ParallelMesh.place` of its rank; empty if it has no rank yet or is the only one.
     """
 
     host: str
@@ -37,11 +36,11 @@ class ProcessIdentity:
         return cls(socket.gethostname(), machine_id(), process_namespace(), process_id, born_at(process_id))
 
     def is_neighbour(self, other: ProcessIdentity) -> bool:
-        """Whether the two run where each can see the other: same kernel, same process ids."""
+        """Returns True if the two share a kernel and its process ids."""
         return (self.machine, self.namespace) == (other.machine, other.namespace)
 
     def kill(self) -> bool:
-        """Sends SIGKILL to a neighbour of this process, if it still runs; returns whether it did."""
+        """Sends SIGKILL to a neighbour of this process, if it still runs; returns True if it was sent."""
         if not self.is_neighbour(ProcessIdentity.own()) or not self.born or born_at(self.process_id) != self.born:
             return False
         try:
@@ -51,7 +50,7 @@ class ProcessIdentity:
         return True
 
     def is_stopped(self) -> bool:
-        """Whether it is a neighbour of this process that a signal or a debugger has stopped."""
+        """Returns True for a neighbour of this process that a signal or a debugger has stopped."""
         if not self.is_neighbour(ProcessIdentity.own()) or not self.born:
             return False
         fields = _stat_fields(self.process_id)
@@ -62,42 +61,40 @@ class ProcessIdentity:
 
 
 def machine_id() -> str:
-    """A text that no other machine has, nor this one after a restart."""
+    """A text unique to this machine since its last boot."""
     return _first_line(Path("/proc/sys/kernel/random/boot_id")) or f"host {socket.gethostname()}"
 
 
 def process_namespace() -> str:
-    """A text that is the same for two processes of a machine if a process id means the same to both."""
+    """A text that is equal for two processes of a machine if they share process ids."""
     return _link(Path("/proc/self/ns/pid"))
 
 
 def network_namespace() -> str:
-    """A text that is the same for two processes of a machine if they share its loopback interface."""
+    """A text that is equal for two processes of a machine if they share its loopback interface."""
     return _link(Path("/proc/self/ns/net"))
 
 
 def born_at(process_id: int) -> str:
-    """When a process started, in clock ticks since boot, to tell reused ids apart; empty if it is gone."""
+    """The start time of a process in clock ticks since boot, to detect reused ids; empty if it has exited."""
     fields = _stat_fields(process_id)
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
 
 def allow_open_files(count: int) -> int:
-    """Raises the soft limit on open files to this many, or as far as the hard limit lets it; how many of them may then
-    be open.
-    """
+    """Raises the soft limit on open files to `count`, within the hard limit; returns how many of these may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= count:
         return count
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    target = max(soft, count if hard == resource.RLIM_INFINITY else min(count, hard))
     with contextlib.suppress(OSError, ValueError):  # macOS has a limit below the hard one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-        soft = max(soft, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        soft = target
     return min(soft, count)
 
 
 def _stat_fields(process_id: int) -> list[str]:
-    """What proc(5) says of a process, from field 3 on, which comes after the name; empty if it is gone."""
+    """The fields of /proc/PID/stat from the third on, after the name; empty if the process has exited."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,8 +1,8 @@
-"""Small messages between all ranks along a tree of TCP connections: what steers a run, and what saves in background.
+"""Small messages between all ranks along a tree of TCP connections, for control and for background saves.
 
-Rank `r` has a connection to its parent `(r - 1) // 8` and to its children `8 r + 1` to `8 r + 8`: nine sockets at
-most, however many ranks there are, where a gloo group over all ranks opens one to each. A message takes at most
-`log8(ranks)` hops each way: five for 16,384 ranks.
+Rank `r` is connected to its parent `(r - 1) // 8` and to its children `8 r + 1` to `8 r + 8`: at most nine sockets
+for any number of ranks, while a gloo group over all ranks opens one to each. A message takes at most `log8(ranks)` hops
+each way: five for 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import torch.distributed as dist
 FANOUT = 8
 
 Result = TypeVar("Result")
-_HEADER = struct.Struct("!cQ")  # the kind of message, and how many bytes follow
-_ENTRY = struct.Struct("!IQ")  # a rank and how many bytes it gathers
+_HEADER = struct.Struct("!cQ")  # the kind of message, and the number of bytes that follow
+_ENTRY = struct.Struct("!IQ")  # a rank, and the number of bytes gathered from it
 _REDUCE, _BROADCAST, _GATHER = b"r", b"b", b"g"
 
 
 def parent_of(rank: int) -> int:
-    """The rank that a rank other than 0 is connected to above it."""
+    """The parent of a rank other than 0."""
     return (rank - 1) // FANOUT
 
 
 def children_of(rank: int, size: int) -> range:
-    """The ranks that are connected to a rank from below."""
+    """The children of a rank."""
     first = rank * FANOUT + 1
     return range(min(first, size), min(first + FANOUT, size))
 
@@ -43,13 +43,13 @@ def children_of(rank: int, size: int) -> range:
 class RankTree:
     """A rank's connections in the tree.
 
-    Every call is collective: all ranks make the same calls in the same order. A rank that cannot go on closes its
-    connections, so that its neighbours, and then theirs, learn of it.
+    Every call is collective: all ranks make the same calls in the same order. A rank that fails closes its connections,
+    which fails its neighbours and so all ranks.
 
     Args:
         parent: the connection to the parent; None on rank 0.
         children: the connection to each child, by its rank.
-        limit_seconds: how long a call waits for the other ranks.
+        limit_seconds: timeout of a call.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class RankTree:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def maximum(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The element-wise maximum of all ranks' arrays, which have equal shape and type."""
+        """The element-wise maximum over the arrays of all ranks, of equal shape and dtype."""
         return self._in_turn(lambda: self._reduce(values, np.maximum))
 
     def total(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The element-wise sum of all ranks' arrays, added in the same order at every call."""
+        """The element-wise sum over the arrays of all ranks, added in the same order in every call."""
         return self._in_turn(lambda: self._reduce(values, np.add))
 
     def start_maximum(self, values: npt.NDArray[Any]) -> Future[npt.NDArray[Any]]:
-        """As `maximum`, in a thread of its own; calls that follow wait for it."""
+        """As `maximum`, in a separate thread; later calls wait for it."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, f"tree of rank {self._rank}")
         started = self._executor.submit(self._run, lambda: self._reduce(values, np.maximum))
@@ -89,15 +89,15 @@ class RankTree:
         return started
 
     def broadcast(self, content: bytes, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank; `content` of the others is ignored."""
+        """Returns the bytes of rank `source` on every rank; `content` of the others is ignored."""
         return self._in_turn(lambda: self._broadcast(content, source))
 
     def gather(self, content: bytes) -> list[bytes] | None:
-        """The bytes of every rank, in order, on rank 0; None on the others. Each byte passes a rank once."""
+        """Returns the bytes of every rank, in order, on rank 0, and None on the others."""
         return self._in_turn(lambda: self._gather(content))
 
     def close(self) -> None:
-        """Closes the connections; a call that waits for one ends with an error."""
+        """Closes the connections; a call that waits for one raises."""
         for connection in self._connections():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -135,7 +135,7 @@ class RankTree:
         return np.frombuffer(content, dtype=like.dtype).reshape(like.shape)
 
     def _broadcast(self, content: bytes, source: int) -> bytes:
-        """Up from the source to rank 0, and from there down to all."""
+        # Up from the source to rank 0, and from there down to all ranks.
         message: bytes | bytearray = content
         below = source
         while below > self._rank and parent_of(below) != self._rank:
@@ -157,12 +157,12 @@ class RankTree:
         if self._parent is not None:
             self._send(parent_of(self._rank), self._parent, _GATHER, bundle)
             return None
-        contents, place = [b""] * self._size, 0
-        while place < len(bundle):
-            rank, size = _ENTRY.unpack_from(bundle, place)
-            place += _ENTRY.size
-            contents[rank] = bytes(bundle[place : place + size])
-            place += size
+        contents, offset = [b""] * self._size, 0
+        while offset < len(bundle):
+            rank, size = _ENTRY.unpack_from(bundle, offset)
+            offset += _ENTRY.size
+            contents[rank] = bytes(bundle[offset : offset + size])
+            offset += size
         return contents
 
     def _send(self, rank: int, connection: socket.socket, kind: bytes, content: bytes | bytearray) -> None:
@@ -176,22 +176,22 @@ class RankTree:
 
     def _receive(self, rank: int, connection: socket.socket, kind: bytes) -> bytearray:
         try:
-            came, size = _HEADER.unpack(self._exactly(connection, _HEADER.size))
-            if came != kind:
-                self._disagree(f"rank {rank} is in call {came.decode('ascii', 'replace')!r} and this one in {kind!r}")
+            sent, size = _HEADER.unpack(self._exactly(connection, _HEADER.size))
+            if sent != kind:
+                self._disagree(f"rank {rank} is in call {sent.decode('ascii', 'replace')!r}, this one in {kind!r}")
             return self._exactly(connection, size)
         except OSError as failure:
             self._give_up(rank, failure)
 
     def _exactly(self, connection: socket.socket, size: int) -> bytearray:
         content = bytearray(size)
-        view, place = memoryview(content), 0
-        while place < size:
+        view, offset = memoryview(content), 0
+        while offset < size:
             connection.settimeout(self._left_seconds())
-            came = connection.recv_into(view[place:])
-            if not came:
-                raise ConnectionResetError("its end is closed")
-            place += came
+            received = connection.recv_into(view[offset:])
+            if not received:
+                raise ConnectionResetError("the other end is closed")
+            offset += received
         return content
 
     def _left_seconds(self) -> float:

@@ -1,9 +1,9 @@
-"""Stateless random numbers: each is a hash of its purpose, so it is independent of layout, batch size and recompute.
+"""Stateless random numbers: hashes of their purpose, so independent of layout, batch size and recompute.
 
 Weights are hashes of (seed, global name, row, column); hidden dropout, of (seed, dropout site, sample, position,
 channel); attention dropout on the CPU, of (seed, layer, sample, head, query, key). On a GPU, attention dropout runs
-inside a fused kernel that uses torch's default generator, which is seeded around the call: there the masks may depend
-on the tensor-parallel size and the micro-batch size.
+inside a fused kernel on torch's default generator, which is seeded around the call: its masks may depend on the
+tensor-parallel size and the micro-batch size.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def draw_weights_(
 
 
 def hidden_keys(seed: int, layer: int) -> tuple[int, int]:
-    """What the hashes of rows and of columns begin with at a site of `hidden_dropout`; 64 bits, the first signed."""
+    """The initial states of the row and column hashes at a site of `hidden_dropout`; 64 bits, the first signed."""
     return signed(mix(_STREAM_ROW, seed, layer), 64), mix(_STREAM_CHANNEL, seed, layer)
 
 
 def attention_keys(seed: int, layer: int) -> tuple[int, int]:
-    """What the hashes of rows and of columns begin with in a layer of `attention_dropout`."""
+    """The initial states of the row and column hashes in a layer of `attention_dropout`."""
     return signed(mix(_STREAM_ATTENTION_ROW, seed, layer), 64), mix(_STREAM_KEY, seed, layer)
 
 
@@ -70,29 +70,29 @@ def hidden_dropout(
     first_position: int = 0,
     positions: torch.Tensor | None = None,
 ) -> Dropout | None:
-    """Which entries of hidden states `[b, s, h]` are zeroed: a hash of (seed, site, sample, position, channel).
+    """The dropout mask of hidden states `[b, s, h]`: a hash of (seed, site, sample, position, channel).
 
-    The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value; the configuration
-    refuses one that this would change. None if nothing is.
+    The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value; the configuration rejects
+    values that are not such multiples. None for probability 0.
 
     Shapes: sample_ids `[b]`; positions `[s]` or `[b, s]` int64; rows of the result `[b, s]`.
 
     Args:
-        keys: `hidden_keys` of the site, which is unique to each call in a forward pass; as a tensor `[2]` int64 in a
-            program of torch.compile, which would otherwise be another one for each site.
+        keys: `hidden_keys` of the site, which is unique to each call in a forward pass; a tensor `[2]` int64 under
+            torch.compile, which would otherwise compile a program for each site.
         length: s.
         first_position: position of the first entry in its sequence, if the rank holds a later part of it.
-        positions: the positions in their sequence, where they are not consecutive.
+        positions: the positions in the sequence, if they are not consecutive.
     """
     threshold = round(probability * DROPOUT_STEPS)
     if threshold == 0:
         return None
-    of_rows, of_columns = keys
+    row_key, column_key = keys
     if positions is None:
-        rows = _each(sample_ids ^ of_rows, first_position, first_position + length)
+        rows = _each(sample_ids ^ row_key, first_position, first_position + length)
     else:
-        rows = mix_64(mix_64(sample_ids ^ of_rows).unsqueeze(-1) + positions * signed(GOLDEN, 64))
-    return Dropout(rows, threshold, of_columns)
+        rows = mix_64(mix_64(sample_ids ^ row_key).unsqueeze(-1) + positions * signed(GOLDEN, 64))
+    return Dropout(rows, threshold, column_key)
 
 
 def attention_dropout(
@@ -104,14 +104,14 @@ def attention_dropout(
     heads: int,
     queries: int,
 ) -> Dropout | None:
-    """Which attention probabilities `[b, a/t, s, k]` are zeroed: a hash of (seed, layer, sample, head, query, key).
+    """The dropout mask of attention probabilities `[b, a/t, s, k]`: a hash of (seed, layer, sample, head, query, key).
 
-    For devices without fast dropout in fused attention; it is independent of the layout.
+    For devices without fast dropout in fused attention; independent of the layout.
 
     Shapes: sample_ids `[b]`; rows of the result `[b, a/t, s]`.
 
     Args:
-        keys: `attention_keys` of the layer, in the form of those of `hidden_dropout`.
+        keys: `attention_keys` of the layer, in the form used by `hidden_dropout`.
         first_head: global index of the first head that this rank holds.
         heads: number of heads that this rank holds, a/t.
         queries: s.
@@ -119,9 +119,9 @@ def attention_dropout(
     threshold = round(probability * DROPOUT_STEPS)
     if threshold == 0:
         return None
-    of_rows, of_columns = keys
-    rows = _each(_each(sample_ids ^ of_rows, first_head, first_head + heads), 0, queries)
-    return Dropout(rows, threshold, of_columns)
+    row_key, column_key = keys
+    rows = _each(_each(sample_ids ^ row_key, first_head, first_head + heads), 0, queries)
+    return Dropout(rows, threshold, column_key)
 
 
 def attention_seed(seed: int, first_sample: int, layer: int, tp_rank: int) -> int:

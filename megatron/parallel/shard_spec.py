@@ -1,7 +1,7 @@
-"""How a parameter is sharded: its logical global shape, the mesh axes that split it, and which ranks count it.
+"""The sharding of a parameter: its logical global shape, the mesh axes that split it, and the ranks that count it.
 
 Initialization, optimizer parameter groups, gradient norms, parameter counts, checkpoints and conversion all use this
-one description, which is stored as `parameter.shard_spec`.
+description, which is stored as `parameter.shard_spec`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Dimension:
     Args:
         name: what it indexes, such as "heads" or "hidden".
         size: entries of the global tensor, without padding.
-        axis: the mesh axis over whose ranks it is split into equal consecutive parts; None if it is replicated.
-        padded_size: entries including trailing padding; None if there is no padding.
-        parts: the numbers of consecutive entries that are matrices of their own, such as queries, key and value; empty
-            if the dimension does not join matrices. Where an axis splits the dimension, every entry is a part.
+        axis: the mesh axis that splits it into equal consecutive parts; None if it is replicated.
+        padded_size: entries with trailing padding; None without padding.
+        parts: sizes of the separate matrices that are concatenated along this dimension, such as queries, key and
+            value; empty for a single matrix. If an axis splits the dimension, every entry is a part.
     """
 
     name: str
@@ -59,13 +59,13 @@ class ShardSpec:
 
     Args:
         dimensions: the logical shape; only the first dimension may be padded.
-        is_matrix: whether the parameter is a weight matrix. Matrices are initialized randomly and have weight decay;
-            biases and norm weights keep their layer's initial values and have no weight decay.
+        is_matrix: the parameter is a weight matrix. Matrices are initialized randomly and have weight decay; biases and
+            norm weights keep their layer's initial values and have no weight decay.
         init_std: standard deviation of a matrix's initial values; 0 leaves it zero.
-        init_distribution: their distribution; `init_std` is the standard deviation of the whole curve.
+        init_distribution: their distribution; `init_std` applies before truncation.
         lr_multiplier: factor of the learning rate for this parameter.
         summed_over: axes over which the gradient must be summed because each rank saw different tokens.
-        is_tied_copy: whether this is the copy of a weight that another pipeline stage owns and counts.
+        is_tied_copy: this is a copy of a weight that another pipeline stage owns and counts.
 
     Raises:
         ConfigError: a dimension cannot be split evenly, two dimensions are split over the same axis, or a dimension
@@ -101,7 +101,7 @@ class ShardSpec:
     ) -> ShardSpec:
         """The spec of a bias or norm weight, split over `axis` if given.
 
-        Shapes: `[size]`, of which a rank holds `[size/t]`.
+        Shapes: `[size]`; `[size/t]` on a rank.
 
         Args:
             partial: the axis of `summed_over`, if any.
@@ -144,25 +144,24 @@ class ShardSpec:
         return tuple(dimension.axis.name for dimension in self.dimensions if dimension.axis is not None)
 
     def replicas(self, mesh: ParallelMesh) -> Axis:
-        """The ranks that hold copies of the shard because they have other samples or other tokens."""
+        """The ranks that hold copies of the shard and compute on other samples or tokens."""
         return mesh.expert_gradient if mesh.ep.name in self.split_axes else mesh.gradient
 
     def is_counted(self, mesh: ParallelMesh) -> bool:
-        """Whether this rank is the one that counts its shard, among the ranks of a model replica that hold a copy of
-        it.
+        """Returns True if this rank counts its shard, among the ranks of a model replica that hold a copy.
 
-        Data-parallel replicas also hold copies; which of them writes which part is decided in `engine.state`.
+        `engine.state` decides which data-parallel replica writes which part.
         """
         if self.is_tied_copy:
             return False
         return all(axis.rank == 0 for axis in mesh.axes_of("tensor") if axis.name not in self.split_axes)
 
     def as_tied_copy(self) -> ShardSpec:
-        """The same spec, for a copy of a weight that another pipeline stage counts."""
+        """The spec of a copy of a weight that another pipeline stage counts."""
         return dataclasses.replace(self, is_tied_copy=True)
 
 
-def place(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
+def annotate(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
     """Attaches a spec to a parameter.
 
     Raises:
@@ -178,23 +177,19 @@ def place(parameter: torch.nn.Parameter, spec: ShardSpec) -> torch.nn.Parameter:
 
 
 def shard_spec_of(parameter: torch.Tensor) -> ShardSpec:
-    """The spec of a parameter; without an attached spec, the parameter counts as replicated."""
+    """The spec of a parameter; a parameter without one is replicated."""
     spec: ShardSpec | None = getattr(parameter, "shard_spec", None)
     if spec is not None:
         return spec
     return ShardSpec(tuple(Dimension("size", size) for size in parameter.shape), is_matrix=parameter.dim() > 1)
 
 
-def check_divisible(number: int, axis: Axis, what: str) -> None:
-    """Checks that `number` entries can be split evenly over an axis.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+def check_divisible(number: int, axis: Axis, noun: str) -> None:
+    """Raises a ConfigError unless `number` entries can be split evenly over an axis."""
     if number % axis.size:
         flags = {"tp": "--tensor-model-parallel-size", "ep": "--expert-model-parallel-size"}
         flag = flags.get(axis.name, f"size of the {axis.name} axis:")
         raise ConfigError(
-            f"{number} {what} cannot be split over {axis.size} ranks ({flag} {axis.size}). The number must be a "
+            f"{number} {noun} cannot be split over {axis.size} ranks ({flag} {axis.size}). The number must be a "
             f"multiple of the ranks."
         )

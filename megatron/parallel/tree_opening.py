@@ -1,4 +1,4 @@
-"""Connects the ranks to trees: each finds its parent's address in the store of the run and shows the run's secret."""
+"""Connects the ranks to trees; each reads its parent's address and the token of the run from the run's store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.parallel.rank_tree import RankTree, children_of, parent_of
 
 LOOPBACK = "127.0.0.1"
-_HELLO = struct.Struct("!32sIB")  # the secret, the child's rank and the number of the tree
+_HELLO = struct.Struct("!32sIB")  # the token, the child's rank and the number of the tree
 _HELLO_SECONDS = 10.0
 
 
@@ -27,13 +27,13 @@ def open_trees(
     """Opens one tree for each limit; collective over all ranks.
 
     Args:
-        store: of the run; its keys are this call's own.
-        host: a name of the host of rank 0 that all ranks can reach; the loopback address if there is no other host.
-        limits: how long the calls of each tree wait for other ranks.
-        join: how long to wait for the ranks now.
+        store: of the run, with a namespace used only by this call.
+        host: a name of the host of rank 0 that all ranks can reach; the loopback address for a run on one host.
+        limits: timeouts of calls, one for each tree.
+        join: timeout of this call.
 
     Raises:
-        DistNetworkError: a rank does not come, or cannot be reached.
+        DistNetworkError: a rank does not connect, or cannot be reached.
     """
     below = children_of(rank, size)
     until = time.monotonic() + join.total_seconds()
@@ -42,13 +42,13 @@ def open_trees(
         if rank == 0:
             store.set("token", secrets.token_hex(16))
         if below:
-            own = LOOPBACK if host == LOOPBACK else address_towards(host, 9)
-            # A rank of the first host is reached by the host's name, which others resolve in their own way and the host
-            # itself often as a loopback address: it listens wherever they may arrive.
-            is_named = host != LOOPBACK and (rank == 0 or ipaddress.ip_address(own).is_loopback)
+            address = LOOPBACK if host == LOOPBACK else address_towards(host, 9)
+            # Other hosts connect to rank 0's host by name. The host itself often resolves that name to a loopback
+            # address, so its ranks listen on all interfaces.
+            is_named = host != LOOPBACK and (rank == 0 or ipaddress.ip_address(address).is_loopback)
             connections = len(below) * len(limits)
-            listener = stack.enter_context(_listen("" if is_named else own, connections))
-            store.set(f"place{rank}", f"{host if is_named else own} {listener.getsockname()[1]}")
+            listener = stack.enter_context(_listen("" if is_named else address, connections))
+            store.set(f"address{rank}", f"{host if is_named else address} {listener.getsockname()[1]}")
         token = store.get("token")
         parents = [None if rank == 0 else _connect(store, rank, token, number, until) for number in range(len(limits))]
         children = _accept(
@@ -67,7 +67,7 @@ def open_trees(
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface from which packets go to a host; loopback if there is no way to it."""
+    """The address of the interface through which this machine reaches a host; loopback if it cannot."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -78,7 +78,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def address_family(address: str) -> socket.AddressFamily:
-    """Which family an address written as numbers belongs to."""
+    """The family of a numeric address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -90,7 +90,7 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 def _connect(store: dist.Store, rank: int, token: bytes, number: int, until: float) -> socket.socket:
     parent = parent_of(rank)
-    host, _, port = store.get(f"place{parent}").decode().rpartition(" ")
+    host, _, port = store.get(f"address{parent}").decode().rpartition(" ")
     try:
         connection = socket.create_connection((host, int(port)), timeout=max(0.1, until - time.monotonic()))
         connection.sendall(_HELLO.pack(token, rank, number))
@@ -102,7 +102,7 @@ def _connect(store: dist.Store, rank: int, token: bytes, number: int, until: flo
 def _accept(
     listener: socket.socket | None, token: bytes, expected: set[tuple[int, int]], until: float
 ) -> dict[tuple[int, int], socket.socket]:
-    """The connections of the children in each tree; those that do not know the secret are closed."""
+    """The connections of the children in each tree; connections without the token are closed."""
     accepted: dict[tuple[int, int], socket.socket] = {}
     while listener is not None and len(accepted) < len(expected):
         listener.settimeout(max(0.1, until - time.monotonic()))
@@ -110,7 +110,7 @@ def _accept(
             connection = listener.accept()[0]
         except TimeoutError as failure:
             missing = sorted({rank for rank, _ in expected - accepted.keys()})
-            raise dist.DistNetworkError(f"timed out while ranks {missing} did not connect") from failure
+            raise dist.DistNetworkError(f"timed out waiting for ranks {missing} to connect") from failure
         connection.settimeout(_HELLO_SECONDS)
         with contextlib.suppress(OSError):
             content = connection.recv(_HELLO.size, socket.MSG_WAITALL)

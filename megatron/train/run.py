@@ -52,7 +52,7 @@ class Run:
         """This rank's micro-batches of the next global batch."""
         return self.data.train_batches(self.progress.consumed_samples, self.next_length)
 
-    def pass_over(self, batches: int) -> None:
+    def skip_batches(self, batches: int) -> None:
         """Consumes the data of the next batches without training on them; the step stays as it is."""
         progress = self.progress
         consumed = samples_after(self.config.optim, batches, progress.consumed_samples)

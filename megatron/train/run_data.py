@@ -17,7 +17,7 @@ from megatron.data.build import (
     empty_splits,
     epoch_samples,
     repetition_notices,
-    taken_sources,
+    source_usages,
 )
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.datasets.sample import SampleDataset
@@ -152,7 +152,7 @@ def open_data(
     notices = empty_splits(config.data, plan, is_evaluated=is_evaluated) if valid != 0 else []
     if plan.train is not None and datasets.train is not None and config.finetuning.epochs is None:
         notices += repetition_notices(
-            taken_sources(plan.train, datasets.train, plan.sequence_length), plan.sequence_length
+            source_usages(plan.train, datasets.train, plan.sequence_length), plan.sequence_length
         )
     show_notices(notices, mesh)
     return RunData(config, mesh, tokenizer, datasets, plan)

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.2
 _END_OF_THREAD = 0
 
 
-class Reach(Protocol):
+class SignalTarget(Protocol):
     """What is known about whether this rank will reach the end of the current step."""
 
     def peers_answer(self) -> bool:
@@ -59,7 +59,7 @@ class StopSignals:
         self._end = end
         self._received: int | None = None
         self._former: dict[int, Any] = {}
-        self._reach: Reach | None = None
+        self._reach: SignalTarget | None = None
         self._in_loop = False
         self._settled = False
         self._pipe: tuple[int, int] | None = None
@@ -106,7 +106,7 @@ class StopSignals:
             self._thread = self._pipe = None
 
     @contextlib.contextmanager
-    def steps_follow(self, reach: Reach | None = None) -> Iterator[None]:
+    def steps_follow(self, reach: SignalTarget | None = None) -> Iterator[None]:
         """While the context is open, a signal is left to the loop that trains, which asks for `received`.
 
         Args:

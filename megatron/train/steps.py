@@ -46,7 +46,7 @@ def train_step(run: Run) -> TrainedStep:
     optim, before, length, stopwatch = run.config.optim, run.progress, run.next_length, run.mesh.stopwatch
     rate = learning_rate(optim, before.consumed_samples, before.consumed_tokens)
     decay = weight_decay(optim, before.consumed_samples, before.consumed_tokens)
-    log.doing(f"step {before.step + 1} of {optim.train_iters}")
+    log.set_activity(f"step {before.step + 1} of {optim.train_iters}")
     batches = run.train_batches()
     data_seconds = time.monotonic() - started_at
     if stopwatch is not None:

@@ -19,7 +19,7 @@ from megatron.config import StoppingConfig
 from megatron.errors import ExitCode
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import PendingMaximum
-from megatron.train.signals import Reach, StopSignals
+from megatron.train.signals import SignalTarget, StopSignals
 
 
 class StopVerdict(IntEnum):
@@ -119,7 +119,7 @@ class Stopping:
             host does not wait for the other ranks, and none on a CPU, where it would not help.
     """
 
-    def __init__(self, rules: StopRules, mesh: ParallelMesh, reach: Reach | None = None) -> None:
+    def __init__(self, rules: StopRules, mesh: ParallelMesh, reach: SignalTarget | None = None) -> None:
         self.verdict = StopVerdict.CONTINUE
         self.reason = ""
         self.steps_in_flight = 1 if mesh.device.type == "cuda" else 0

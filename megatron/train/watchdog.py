@@ -19,10 +19,10 @@ from megatron import log, process_exit
 from megatron.errors import ExitCode
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch.channel import Channel
-from megatron.parallel.watch.hub_link import Link
-from megatron.parallel.watch.hub_state import Failure, Hub
+from megatron.parallel.watch.coordinator import Coordinator, Failure
+from megatron.parallel.watch.coordinator_link import Link
 from megatron.parallel.watch.limits import WatchLimits
-from megatron.parallel.watch.opening import Meeting, meet
+from megatron.parallel.watch.opening import ConnectedRanks, connect_ranks
 from megatron.parallel.watch.peers import Peers
 from megatron.parallel.watch.position import END, START, Position, RankPace, first_position
 from megatron.parallel.watch.verdict import RunEnd
@@ -53,7 +53,7 @@ class Watch:
         self._position = first_position()
         self._longest_seconds = 0.0
         self._is_starting = True
-        self._meeting: Meeting | None = None
+        self._meeting: ConnectedRanks | None = None
         self._channel: Channel | None = None
         self._closing_seconds = 0.0
         self._own_error = ""
@@ -69,19 +69,27 @@ class Watch:
         rank, size = mesh.world.rank, mesh.world.size
         if size == 1 and not limits.hang_seconds:
             return
-        self._meeting = meeting = meet(mesh, meeting_at)
+        self._meeting = meeting = connect_ranks(mesh, meeting_at)
         if meeting is None:
             return
         self._closing_seconds = limits.closing_seconds
-        now, hub = time.monotonic(), None
-        if rank in meeting.hubs:
+        now, coordinator = time.monotonic(), None
+        if rank in meeting.coordinators:
             first = None if rank == 0 else 0
-            hub = Hub(rank, first, meeting.processes, meeting.token, limits, now)
-        relayed = None if meeting.listener is None or hub is not None else Peers(meeting.token, size, rank)
-        is_alone = bool(meeting.fallback)
-        links = [Link.open(one, address, rank, now, is_alone=is_alone) for address, one in meeting.connected]
+            coordinator = Coordinator(rank, first, meeting.processes, meeting.token, limits, now)
+        relayed = None if meeting.listener is None or coordinator is not None else Peers(meeting.token, size, rank)
+        is_relayed = bool(meeting.fallback)
+        links = [Link.open(one, address, rank, now, is_relayed=is_relayed) for address, one in meeting.connected]
         self._channel = Channel(
-            self, limits, links, hub, meeting.listener, rank, size, relayed=relayed, hubs=meeting.fallback
+            self,
+            limits,
+            links,
+            coordinator,
+            meeting.listener,
+            rank,
+            size,
+            relayed=relayed,
+            coordinators=meeting.fallback,
         )
         self._channel.start()
         if size > 1 and process_exit.is_program():
@@ -153,7 +161,7 @@ class Watch:
         Returns:
             False: no other rank shows the error, because this process is alone or none answers.
         """
-        if self._tell(code, text, is_ready=True):
+        if self._report(code, text, is_ready=True):
             self._await_end()
         return False
 
@@ -179,7 +187,7 @@ class Watch:
         return [{"rank": 0, "state": "here", "heard_seconds": 0.0, **own}]
 
     def ask_ranks(self) -> None:
-        """Asks all ranks where they are, so that `ranks` knows; waits for at most two seconds; on a rank with a hub."""
+        """Updates `ranks`: pings all ranks and waits for at most two seconds; on a rank with a coordinator."""
         if self._channel is not None:
             self._channel.count_silent()
 
@@ -198,7 +206,7 @@ class Watch:
         """Whether this rank has not finished its first step."""
         return self._is_starting
 
-    def speak(self, verdict: RunEnd) -> None:
+    def show(self, verdict: RunEnd) -> None:
         """Shows why the run ends; called on the one rank that decides it, before any of them ends."""
         self._end_later(verdict.code)
         path = self._write_stacks(verdict.stacks) if verdict.stacks else None
@@ -223,14 +231,14 @@ class Watch:
         code, channel, text = process_exit.show_failure(error), self._channel, self._own_error
         if not text:
             return  # the others could not be notified, and this rank has shown it
-        if self._tell(code, text, is_ready=True) and channel is not None:
-            if channel.has_first_hub and code != ExitCode.REQUEUE:
+        if self._report(code, text, is_ready=True) and channel is not None:
+            if channel.reaches_first_coordinator and code != ExitCode.REQUEUE:
                 process_exit.record_failure(code, text)
                 return
             self._await_end()
         log.error(text)
 
-    def _tell(self, code: int, text: str, *, is_ready: bool) -> bool:
+    def _report(self, code: int, text: str, *, is_ready: bool) -> bool:
         """Tells the other ranks of an error, if there are any; not from the thread that watches them."""
         channel, meeting = self._channel, self._meeting
         if channel is None or meeting is None or len(meeting.processes) == 1:
@@ -240,10 +248,10 @@ class Watch:
     def _on_failure(self, code: int, text: str) -> bool:
         """Tells the other ranks of the error that ends this process; the main thread first closes what it has open."""
         if threading.current_thread() is threading.main_thread():
-            self._own_error = text if self._tell(code, text, is_ready=False) else ""
+            self._own_error = text if self._report(code, text, is_ready=False) else ""
             return bool(self._own_error)
         # A thread ends the process because the main thread is stuck: with a signal that must not take long.
-        if self._tell(code, text, is_ready=True):
+        if self._report(code, text, is_ready=True):
             self._await_end(_THREAD_SECONDS)
         return False
 

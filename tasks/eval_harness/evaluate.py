@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     mesh = open_mesh(request.layout)
     try:
-        run_on_first(mesh, lambda: check_writable(Path(request.own.results_path)))
+        run_on_first(mesh, lambda: check_writable(Path(request.flags.results_path)))
         _run(request, mesh)
     finally:
         close_mesh(mesh)
@@ -102,7 +102,7 @@ def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
     from megatron.parallel.agreement import run_on_first
     from trident.evaluate.harness import harness_model, run_harness
 
-    flags, given = request.own, dict(request.given)
+    flags, given = request.flags, dict(request.given)
     if flags.eval_fp32:
         given |= {"precision.bf16": False, "precision.fp16": False}
     loaded = open_checkpoint(flags.load, given, mesh)

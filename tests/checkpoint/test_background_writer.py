@@ -55,7 +55,7 @@ def disk() -> Iterator[SlowDisk]:
 
 
 def begin(writer: BackgroundWriter, step: int, tensor: torch.Tensor) -> None:
-    writer.begin(step, [(key_of("a", tensor.numel()), tensor)], {"step": step})
+    writer.start_save(step, [(key_of("a", tensor.numel()), tensor)], {"step": step})
 
 
 def outcome_of(writer: BackgroundWriter) -> Any:
@@ -71,7 +71,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, disk: Sl
         tensor.zero_()
         assert disk.arrived.wait(PATIENCE_SECONDS)
         assert writer.take_outcome() is None
-        with pytest.raises(RuntimeError, match="a save is being written; wait for it"):
+        with pytest.raises(RuntimeError, match="a save is in progress; wait for it"):
             begin(writer, 4, tensor)
         assert not (tmp_path / "there" / "iter_0000003").exists()
         disk.gate.set()
@@ -86,7 +86,7 @@ def test_the_files_are_those_of_a_save_at_once(tmp_path: Path) -> None:
     save(tmp_path / "once", 1, pieces, {}, MESH)
     with BackgroundWriter(tmp_path / "beside", MESH) as writer:
         for step in (1, 2):  # the buffer is used again
-            writer.begin(step, iter(pieces), {})
+            writer.start_save(step, iter(pieces), {})
             writer.wait()
     expected = (tmp_path / "once" / "iter_0000001" / "pieces_00000.safetensors").read_bytes()
     for step in (1, 2):
@@ -102,7 +102,7 @@ def test_what_was_made_for_a_save_is_freed_once_it_is_copied(
     alive = weakref.ref(made)
     disk.failure = failure
     with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=disk)) as writer:
-        writer.begin(1, iter([(key_of("a", 5), made)]), {})
+        writer.start_save(1, iter([(key_of("a", 5), made)]), {})
         del made
         assert disk.arrived.wait(PATIENCE_SECONDS)
         assert alive() is None
@@ -121,7 +121,7 @@ def test_the_pieces_are_listed_before_training_goes_on(tmp_path: Path) -> None:
         yield key_of("a", 3), torch.ones(3)
 
     with BackgroundWriter(tmp_path, MESH) as writer:
-        writer.begin(1, pieces(), {})
+        writer.start_save(1, pieces(), {})
         assert listed == [threading.main_thread()]
         assert outcome_of(writer).failure is None
 
@@ -180,7 +180,7 @@ def many_pieces(count: int) -> list[tuple[PieceKey, torch.Tensor]]:
 def test_a_run_that_lost_a_rank_or_is_interrupted_gives_up_its_save(tmp_path: Path, reason: BaseException) -> None:
     disk = CountingDisk(0.1)
     with pytest.raises(type(reason)), BackgroundWriter(tmp_path, MESH, SaveOptions(storage=disk)) as writer:
-        writer.begin(1, many_pieces(200), {})
+        writer.start_save(1, many_pieces(200), {})
         assert disk.has_begun.wait(PATIENCE_SECONDS)
         raise reason
     assert disk.parts < 100
@@ -191,7 +191,7 @@ def test_who_waits_shows_that_the_save_advances(tmp_path: Path) -> None:
     beats: list[threading.Thread] = []
     with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=CountingDisk(0.1))) as writer:
         writer.beat = lambda: beats.append(threading.current_thread())
-        writer.begin(1, many_pieces(13), {})
+        writer.start_save(1, many_pieces(13), {})
         time.sleep(0.1)
         assert not beats
         writer.wait()
@@ -216,7 +216,7 @@ def test_a_dead_thread_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     writer = BackgroundWriter(tmp_path, MESH, SaveOptions(after_commit=leave)).__enter__()
     begin(writer, 1, torch.ones(3))
     for ask in (writer.wait, writer.take_outcome):
-        with pytest.raises(CheckpointError, match="the thread that writes checkpoints has died.*--no-async-save"):
+        with pytest.raises(CheckpointError, match="the checkpoint writer thread has terminated.*--no-async-save"):
             ask()
     writer.wait_for_copy()  # training is not held up by it
 
@@ -243,7 +243,7 @@ def test_what_follows_a_commit_may_fail(tmp_path: Path, capfd: pytest.CaptureFix
         begin(writer, 1, torch.ones(3))
         assert outcome_of(writer).failure is None
     assert seen == [tmp_path / "iter_0000001"] and seen[0].is_dir()
-    assert "iter_0000001 is saved, but what follows a save failed: the second folder is full" in capfd.readouterr().err
+    assert "iter_0000001 is saved, but a post-save action failed: the second folder is full" in capfd.readouterr().err
 
 
 class Refusing(Storage):
@@ -274,7 +274,7 @@ def several_ranks(rank: int, directory: str) -> list[str]:
             disk.refuses = step == 1 and rank == 1
             values = torch.full((4000,), float("nan") if step == 2 and rank == 2 else float(rank))
             key = PieceKey("a", "weight", (3, 4000), (rank, 0), (rank + 1, 4000), 0, 4000)
-            writer.begin(step, [(key, values)], {"rank": rank})
+            writer.start_save(step, [(key, values)], {"rank": rank})
             for _ in range(50):
                 total = torch.ones(10)
                 torch.distributed.all_reduce(total, group=mesh.world.group)
@@ -288,7 +288,7 @@ def test_all_ranks_get_the_same_outcome(tmp_path: Path) -> None:
     results = run_ranks(several_ranks, 3, str(tmp_path))
     for rank, (first, second, *rest) in enumerate(results):
         assert first.startswith("StorageError: " + ("" if rank == 1 else "rank 1: ") + "cannot write ")
-        assert second.startswith("NumericsError: " + ("" if rank == 2 else "rank 2: ") + "tensor a (weight) holds nan")
+        assert second.startswith("NumericsError: " + ("" if rank == 2 else "rank 2: ") + "tensor a (weight) has the")
         assert rest == ["iter_0000003 over background", "saved"]
     stored = dict(read_tensors(tmp_path / "iter_0000003"))["a"]
     assert stored.reshape(3, 4000)[:, 0].tolist() == [0.0, 1.0, 2.0]
@@ -307,6 +307,6 @@ def judge(rank: int) -> list[str | None]:
 
 
 def test_the_ranks_of_a_machine_share_its_memory() -> None:
-    facts = "takes 200 bytes of host memory, and 199 bytes are available there"
+    facts = "takes 200 bytes of host memory, but only 199 bytes are available"
     sentence = f"a copy of the state of the 2 rank(s) on node1 {facts}"
     assert run_ranks(judge, 4) == [[None, sentence, None]] * 4

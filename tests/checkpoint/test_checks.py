@@ -87,7 +87,7 @@ def test_the_estimate_covers_what_the_objects_take(piece: bytes, monkeypatch: py
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         taken, count = peak, count + count // 2 + 1
-    assert "would take about" in refused and "more than the 8388608 that are allowed" in refused
+    assert "would take about" in refused and "8388608 are allowed" in refused
     assert 2**23 / 6 < taken < 1.1 * 2**23
     assert peak < 3 * len(text) + 2**22
 
@@ -104,7 +104,7 @@ def test_the_extent_of_a_record_is_bounded() -> None:
     check_extent({"a": [1] * 1000, "b": {"c": "x" * 1000}})
     deep = json.loads("[" * 65 + "]" * 65)
     for value, said in (
-        (deep, "nested 65 levels deep or deeper; 64"),
+        (deep, "nested at least 65 levels deep; 64"),
         ({"a": [10**19]}, r"1000\d+\.\.\. is not an int"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -113,7 +113,7 @@ def test_the_extent_of_a_record_is_bounded() -> None:
     check_extent([1 - 10**19])
     wide: Any = [0] * MOST_RECORD_VALUES
     for value in (wide, {"a": {str(number): 0 for number in range(MOST_RECORD_VALUES // 2 + 1)}}, "x" * (2**24 + 1)):
-        with pytest.raises(ValueError, match=r"more than \d+ values or \d+ letters, which no run needs"):
+        with pytest.raises(ValueError, match=r"more than \d+ values or \d+ characters"):
             check_extent(value)
 
 
@@ -160,13 +160,13 @@ def rename(header: Header) -> None:
 
 
 CHANGES: list[tuple[Callable[[Header], object], str]] = [
-    (lambda header: header.pop(first(header)), r"its header lists \d+ pieces, and the manifest has \d+ in it"),
+    (lambda header: header.pop(first(header)), r"its header lists \d+ pieces, but the manifest lists \d+"),
     (lambda header: header.update(more=header[first(header)]), r"its header lists \d+ pieces"),
-    (rename, r"its header says otherwise than the manifest of piece .*\|"),
-    (lambda header: header[first(header)].update(dtype="F16"), "its header says otherwise"),
-    (lambda header: header[first(header)].update(shape=[2**63]), "its header says otherwise"),
-    (lambda header: header[first(header)].update(data_offsets=[-4, 0]), "its header says otherwise"),
-    (lambda header: header.update({first(header): []}), "its header says otherwise"),
+    (rename, r"its header disagrees with the manifest about piece .*\|"),
+    (lambda header: header[first(header)].update(dtype="F16"), "its header disagrees with the manifest"),
+    (lambda header: header[first(header)].update(shape=[2**63]), "its header disagrees with the manifest"),
+    (lambda header: header[first(header)].update(data_offsets=[-4, 0]), "its header disagrees with the manifest"),
+    (lambda header: header.update({first(header): []}), "its header disagrees with the manifest"),
 ]
 
 
@@ -195,7 +195,7 @@ def test_a_header_that_differs_is_described(tmp_path: Path, change: Callable[[He
 
 def test_a_header_that_is_no_object_is_described() -> None:
     assert "its header is not an object" in str(header_problem(b"[]", {}))
-    assert "not that of a safetensors file: Expecting value" in str(header_problem(b"", {}))
+    assert "not a safetensors header: Expecting value" in str(header_problem(b"", {}))
 
 
 FLOATS = ("F64", "F32", "F16", "BF16")

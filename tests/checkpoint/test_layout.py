@@ -67,7 +67,7 @@ def test_errors_name_tensor_and_range() -> None:
     inner = PieceKey("mlp.weight", "weight", (4, 4), (0, 0), (4, 4), 10, 16)
     with pytest.raises(CheckpointError, match="elements 8:10 of box"):
         plan_piece(key, stored([top, inner]))
-    with pytest.raises(CheckpointError, match="element 0 of the wanted piece is stored twice"):
+    with pytest.raises(CheckpointError, match="element 0 of the requested piece is stored twice"):
         plan_piece(key, stored([top, key]))
     split = whole("mlp.weight", "weight", (2, 2, 4))
     with pytest.raises(CheckpointError, match=r"elements 8:16 of box \[0:2, 0:2, 0:4\] of shape \[2, 2, 4\]"):
@@ -76,7 +76,7 @@ def test_errors_name_tensor_and_range() -> None:
         plan_piece(whole("mlp.weight", "weight", (8, 4)), stored([key]))
     with pytest.raises(CheckpointError, match=r"has shape \[4, 4\] in the checkpoint.* needs \[2, 8\]"):
         plan_piece(whole("mlp.weight", "weight", (2, 8)), stored([key]))
-    with pytest.raises(CheckpointError, match=r"no exp_avg of tensor mlp.weight \(it holds weight\).*--no-load-optim"):
+    with pytest.raises(CheckpointError, match=r"no exp_avg for tensor mlp.weight \(it has weight\).*--no-load-optim"):
         plan_piece(whole("mlp.weight", "exp_avg", (4, 4)), stored([key]))
     with pytest.raises(CheckpointError, match="tensor other is not in the checkpoint"):
         plan_piece(whole("other", "weight", (4, 4)), stored([key]))
@@ -85,9 +85,9 @@ def test_errors_name_tensor_and_range() -> None:
 @pytest.mark.parametrize(
     ("pieces", "text"),
     [
-        ([((0,), (4,), 0, 4), ((4,), (9,), 0, 4)], r"box \[4:9\]: elements 4:5 are in no piece"),
+        ([((0,), (4,), 0, 4), ((4,), (9,), 0, 4)], r"box \[4:9\]: elements 4:5 are missing"),
         ([((0,), (4,), 0, 4), ((4,), (9,), 0, 3), ((4,), (9,), 2, 5)], r"box \[4:9\]: elements 2:3 are in two pieces"),
-        ([((0,), (4,), 0, 4), ((4,), (9,), 2, 5)], r"box \[4:9\]: elements 0:2 are in no piece"),
+        ([((0,), (4,), 0, 4), ((4,), (9,), 2, 5)], r"box \[4:9\]: elements 0:2 are missing"),
         ([((0,), (5,), 0, 5), ((4,), (9,), 0, 5)], r"boxes \[0:5\] and \[4:9\] overlap"),
         ([((0,), (4,), 0, 4)], "wrote 4 of its 9 elements"),
     ],
@@ -153,7 +153,7 @@ def test_a_tensor_in_more_boxes_than_any_layout_makes_is_refused() -> None:
         for y in range(64)
         for z in range(0, 64, 2)
     ]
-    with pytest.raises(CheckpointError, match="is cut into 131072 boxes in 3 dimensions, which no layout does"):
+    with pytest.raises(CheckpointError, match="is split into 131072 boxes in 3 dimensions"):
         check_complete(boxes)
 
 
@@ -165,8 +165,8 @@ def test_pieces_must_agree_on_the_shape() -> None:
 def test_invalid_ranges_are_reported() -> None:
     assert key_problem(whole("a", "weight", (4, 2))) is None
     assert "different lengths" in str(key_problem(PieceKey("a", "weight", (4,), (0, 0), (4,), 0, 4)))
-    assert "does not lie in shape" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (5,), 0, 5)))
-    assert "range 2:6 does not lie in a box of 4" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (4,), 2, 6)))
+    assert "is not within shape" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (5,), 0, 5)))
+    assert "range 2:6 is not within a box of 4" in str(key_problem(PieceKey("a", "weight", (4,), (0,), (4,), 2, 6)))
 
 
 def merged(shape: list[int], random_cuts: random.Random) -> tuple[int, ...]:

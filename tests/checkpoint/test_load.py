@@ -57,7 +57,7 @@ def test_weight_and_master_weight_are_interchangeable_across_precisions(tmp_path
 def test_unrequested_tensors_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_state(tmp_path)
     load(path, [], MESH)
-    assert "holds tensors that this run's model does not have: decoder.layers.0" in capsys.readouterr().err
+    assert "has tensors that this run's model does not have: decoder.layers.0" in capsys.readouterr().err
 
 
 def test_an_error_in_accept_is_propagated(tmp_path: Path) -> None:

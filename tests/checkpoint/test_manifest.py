@@ -50,11 +50,11 @@ def test_a_known_manifest_is_read_but_not_parsed_again(tmp_path: Path) -> None:
     assert again.digest == known.digest and again is not known
     text = (path / "manifest.json").read_bytes()
     (path / "manifest.json").write_bytes(text.replace(b'"step": 3', b'"step": 4', 1))
-    with pytest.raises(DamagedError, match=f"its content does not have the digest {known.digest}"):
+    with pytest.raises(DamagedError, match=f"its content does not match digest {known.digest}"):
         read_manifest(path, known=known)
     moved = path.rename(tmp_path / "iter_0000009")
     (moved / "manifest.json").write_bytes(text)
-    with pytest.raises(DamagedError, match="is of step 3, not of its folder's step 9"):
+    with pytest.raises(DamagedError, match="is for step 3, but its folder is for step 9"):
         read_manifest(moved, known=known)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import Found, find, load, load_newest
+from megatron.checkpoint import LoadedCheckpoint, find, load, load_newest
 from megatron.checkpoint.publish import link_checkpoint, remove_checkpoint, remove_dead_links, sweep, sweep_at_start
 from megatron.checkpoint.storage import Storage
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
@@ -27,7 +27,7 @@ def test_a_folder_moved_aside_is_restored(tmp_path: Path, capsys: pytest.Capture
     path = save_state(tmp_path, 3, seed=1)
     aside = path.rename(tmp_path / ".old-iter_0000003-0123456789abcdef")
     (tmp_path / ".tmp-iter_0000003-0123456789abcdef").mkdir()
-    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == Found(RECORD, aside)
+    assert load_newest(tmp_path, whole_sink(make_state(seed=1)).wanted, MESH) == LoadedCheckpoint(RECORD, aside)
     save_state(tmp_path, 4)
     assert [candidate.path.name for candidate in find(tmp_path)] == ["iter_0000004", "iter_0000003"]
     assert "moving" in capsys.readouterr().err
@@ -57,7 +57,7 @@ def test_leftovers_are_removed_and_other_files_are_kept(tmp_path: Path, capsys: 
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [
         *(".old-iter_x", ".run.lock", "latest_checkpointed_iteration.txt", "notes.txt")
     ]
-    assert f"removing {tmp_path}/.tmp-iter_0000003-0af, which an unfinished save left behind" in capsys.readouterr().err
+    assert f"removing {tmp_path}/.tmp-iter_0000003-0af, left behind by an interrupted save" in capsys.readouterr().err
 
 
 def test_a_directory_that_cannot_be_listed_is_only_a_warning_at_the_start(
@@ -107,4 +107,4 @@ def test_what_has_the_name_already_is_left_alone(tmp_path: Path, capsys: pytest.
     (tmp_path / "mine").write_text("notes")
     link_checkpoint(save_state(tmp_path, 3), "mine", Storage())
     assert (tmp_path / "mine").read_text() == "notes"
-    assert "mine exists and is not a link, so iter_0000003 does not get this name" in capsys.readouterr().err
+    assert "mine exists and is not a link, so it cannot link to iter_0000003" in capsys.readouterr().err

@@ -76,7 +76,7 @@ def fail_on_one(rank: int, directory: str, how: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("how", "kind", "text"),
     [
-        ("disk", "StorageError", "No space left on device (ENOSPC); this file needs"),
+        ("disk", "StorageError", "No space left on device (ENOSPC); the file needs"),
         ("gap", "CheckpointError", "exactly once"),
         ("type", "CheckpointError", "element type torch.complex64"),
     ],
@@ -143,4 +143,4 @@ def load_own(rank: int, directory: str) -> str:
 def test_ranks_that_see_different_directories_are_rejected(tmp_path: Path) -> None:
     for rank in range(2):
         run_ranks(save_part, 1, str(tmp_path / str(rank)), 5, 1)
-    assert all("the ranks see different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))
+    assert all("ranks read different checkpoints" in text for text in run_ranks(load_own, 2, str(tmp_path)))

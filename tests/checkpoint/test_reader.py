@@ -127,5 +127,5 @@ def test_bytes_that_change_between_the_passes_of_a_load_are_detected(tmp_path: P
         file.write_bytes(content)
 
     wanted = [(key, flip) for key, _ in whole_sink(make_state()).wanted()]
-    with pytest.raises(DamagedError, match=r"changed between bytes \d+ and \d+, where tensor .* while it was read"):
+    with pytest.raises(DamagedError, match=r"changed between bytes \d+ and \d+ \(tensor .*\) while it was read"):
         load(path, wanted, MESH)

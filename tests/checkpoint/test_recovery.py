@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint import (
     DamagedError,
-    Found,
+    LoadedCheckpoint,
     SaveOptions,
     find,
     load,
@@ -40,7 +40,7 @@ def test_an_empty_directory_gives_none_and_an_unknown_format_is_an_error(
     (tmp_path / ".run.lock").touch()
     (tmp_path / "config.json").touch()
     assert load_newest(tmp_path, list, MESH) is None
-    assert "unfinished first save" in capsys.readouterr().err
+    assert "interrupted first save" in capsys.readouterr().err
 
 
 def test_without_a_check_checkpoints_of_another_run_than_the_folders_are_skipped(
@@ -53,7 +53,7 @@ def test_without_a_check_checkpoints_of_another_run_than_the_folders_are_skipped
         (tmp_path / "run.json").write_text(content)
         found = newest_record(tmp_path, MESH)
         assert found is not None and found.path == paths[newest]
-        assert (f"it belongs to run {other}, and {tmp_path} to run {own}" in capsys.readouterr().err) is (newest == 0)
+        assert (f"it belongs to run {other}, but {tmp_path} to run {own}" in capsys.readouterr().err) is (newest == 0)
     named = newest_record(paths[1], MESH)
     assert named is not None and named.path == paths[1]
 
@@ -76,7 +76,7 @@ def test_without_a_check_checkpoints_of_another_run_than_the_folders_are_skipped
 )
 def test_a_foreign_checkpoint_is_not_treated_as_a_new_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    with pytest.raises(CheckpointError, match=f"holds no checkpoint of this program, but .*{name}"):
+    with pytest.raises(CheckpointError, match=f"has no checkpoint of this program, but .*{name}"):
         load_newest(tmp_path, list, MESH)
 
 
@@ -101,10 +101,10 @@ def test_the_newest_valid_checkpoint_is_used_regardless_of_the_latest_file(
     assert [candidate.step for candidate in find(tmp_path)] == [10_000_001, 2, 1]
     sink = whole_sink(make_state(seed=10_000_001))
     found = load_newest(tmp_path, sink.wanted, MESH)
-    assert found == Found(RECORD, tmp_path / "iter_10000001")
+    assert found == LoadedCheckpoint(RECORD, tmp_path / "iter_10000001")
     sink.check()
     output = capsys.readouterr()
-    assert "says '2'; ignoring it" in output.err
+    assert "('2'): the newest valid" in output.err
     assert f"successfully loaded checkpoint from {tmp_path} at iteration 10000001" in output.out
 
 
@@ -115,15 +115,15 @@ def test_a_damaged_checkpoint_is_skipped_with_a_message(tmp_path: Path, capsys: 
     content[-5] ^= 1
     (path / "pieces_00000.safetensors").write_bytes(content)
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
     text = capsys.readouterr().err
     assert f"skipping checkpoint {path}" in text
     assert "is damaged between bytes" in text
-    assert "older than 1 damaged" in text
+    assert "older than 1 skipped" in text
     with pytest.raises(DamagedError, match=r"pieces_00000.safetensors is damaged between bytes \d+ and \d+"):
         verify(path)
-    assert newest_record(tmp_path, MESH) == Found(RECORD, path)  # sizes are right: only a load can tell
+    assert newest_record(tmp_path, MESH) == LoadedCheckpoint(RECORD, path)  # sizes are right: only a load can tell
 
 
 def test_what_was_passed_over_before_is_passed_over_in_silence(
@@ -196,7 +196,7 @@ def test_a_found_checkpoint_may_disappear(tmp_path: Path) -> None:
     found = newest_record(tmp_path, MESH)
     shutil.rmtree(path)
     sink = whole_sink(make_state())
-    assert load_newest(tmp_path, sink.wanted, MESH, known=found) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH, known=found) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
 
 
@@ -207,13 +207,15 @@ def test_symbolic_links_are_not_followed(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "run" / "iter_0000007").symlink_to(tmp_path / "nowhere")
     assert [candidate.step for candidate in find(tmp_path / "run")] == [1]
     text = capsys.readouterr().err
-    assert "holds symbolic links (iter_0000005, iter_0000007), which are not followed" in text
+    assert "has symbolic links (iter_0000005, iter_0000007), which are not followed" in text
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path / "run", sink.wanted, MESH) == Found(RECORD, tmp_path / "run" / "iter_0000001")
+    assert load_newest(tmp_path / "run", sink.wanted, MESH) == LoadedCheckpoint(
+        RECORD, tmp_path / "run" / "iter_0000001"
+    )
     sink.check()
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "iter_0000005").symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match=r"no checkpoint but symbolic links \(iter_0000005\).* Give --load the"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint, only symbolic links \(iter_0000005\).* Use the target"):
         find(tmp_path / "links")
     found = newest_record(tmp_path / "links" / "iter_0000005", MESH)  # named by the user
     assert found is not None and found.record == RECORD
@@ -234,15 +236,15 @@ def test_a_hostile_hint_is_ignored(tmp_path: Path, kind: str, capsys: pytest.Cap
     else:
         hint.write_bytes(b"\xff\x1b]0;owned\x07\n7")
     sink = whole_sink(make_state(seed=2))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000002")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000002")
     text = capsys.readouterr().err
     assert "\x1b" not in text
-    assert ("ignoring it" in text) is (kind in ("large", "bytes"))
+    assert ("ignoring " in text) is (kind in ("large", "bytes"))
 
 
 def test_names_of_foreign_files_are_escaped(tmp_path: Path) -> None:
     (tmp_path / "model\x1b]0;owned\x07\n.pt").touch()
-    with pytest.raises(CheckpointError, match=r"something like one: 'model\\x1b\]0;owned\\x07\\n\.pt'\. Convert"):
+    with pytest.raises(CheckpointError, match=r"look like another's: 'model\\x1b\]0;owned\\x07\\n\.pt'\. Convert"):
         find(tmp_path)
 
 
@@ -259,13 +261,13 @@ def test_a_checkpoint_with_values_that_are_not_finite_is_passed_over(
     touched: list[torch.Tensor] = []
     with pytest.raises(
         DamagedError,
-        match=r"pieces_00000.safetensors holds a value that is not finite at byte \d+, in tensor "
+        match=r"pieces_00000.safetensors has a value that is not finite at byte \d+, in tensor "
         rf"decoder.layers.0.mlp.linear_fc2.weight \({kind}\): the run that saved it had diverged",
     ):
         load(path, [(key, touched.append) for key, _ in whole_sink(state).expected], MESH)
     assert not touched
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
     assert f"skipping checkpoint {path}: " in capsys.readouterr().err
     assert verify(path).step == 2  # its bytes are those that were written
@@ -280,9 +282,9 @@ def test_a_checkpoint_with_missing_pieces_is_passed_over(tmp_path: Path, capsys:
     monkey.setattr(saving, "_read_back", lambda *_: None)
     path = save(tmp_path, 2, [*pieces[:lost], *pieces[lost + 1 :]], RECORD, MESH)
     monkey.undo()
-    with pytest.raises(DamagedError, match=r"iter_0000002/manifest.json is not whole: tensor .* Use another"):
+    with pytest.raises(DamagedError, match=r"iter_0000002/manifest.json is incomplete: tensor .* Use another"):
         verify(path)
     sink = whole_sink(make_state(seed=1))
-    assert load_newest(tmp_path, sink.wanted, MESH) == Found(RECORD, tmp_path / "iter_0000001")
+    assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(RECORD, tmp_path / "iter_0000001")
     sink.check()
-    assert "is not whole: tensor" in capsys.readouterr().err
+    assert "is incomplete: tensor" in capsys.readouterr().err

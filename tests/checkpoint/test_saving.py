@@ -29,9 +29,9 @@ PIECES = [
 @pytest.mark.parametrize(
     ("pieces", "record", "step", "text"),
     [
-        ([((4,), (0,), (4,), 0, 3)], {}, 1, "elements 3:4 are in no piece"),
-        ([((4,), (0,), (5,), 0, 5)], {}, 1, "cannot save a piece of tensor a .*does not lie in shape"),
-        ([((4,), (0,), (4,), 0, 4)] * 2, {}, 1, "comes twice on one rank"),
+        ([((4,), (0,), (4,), 0, 3)], {}, 1, "elements 3:4 are missing"),
+        ([((4,), (0,), (5,), 0, 5)], {}, 1, "cannot save a piece of tensor a .*is not within shape"),
+        ([((4,), (0,), (4,), 0, 4)] * 2, {}, 1, "is duplicated on one rank"),
         ([], {}, 1, "no rank has anything to save"),
         ([((4,), (0,), (4,), 0, 4)], {"x": float("nan")}, 1, "record .* is not JSON: Out of range"),
         ([((4,), (0,), (4,), 0, 4)], {"x": torch}, 1, "record .* is not JSON"),
@@ -83,12 +83,12 @@ def test_the_messages_of_a_rank_do_not_grow_with_the_world_except_on_the_first(t
     [
         (
             lambda step, run, record, chunk_bytes, files, runs: (files, runs[:-1]),
-            "cannot be read back: .* is not whole",
+            "cannot be read back: .* is incomplete",
         ),
-        (lambda step, run, record, chunk_bytes, files, runs: ([renamed(files[0])], runs), "it lists other files than"),
+        (lambda step, run, record, chunk_bytes, files, runs: ([renamed(files[0])], runs), "its files differ from"),
         (
             lambda step, run, record, chunk_bytes, files, runs: (files, runs[::-1]),
-            "it has other pieces in pieces_00000.safetensors than were written",
+            "its pieces in pieces_00000.safetensors differ from those written",
         ),
     ],
 )

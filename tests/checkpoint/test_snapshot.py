@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import read_tensors, save, take_snapshot, write_snapshot
-from megatron.checkpoint.snapshot import laid_out
+from megatron.checkpoint.snapshot import plan_copy
 from megatron.errors import CheckpointError
 from megatron.parallel.pieces import PieceKey
 from tests.checkpoint.made.saved_state import MESH
@@ -18,8 +18,8 @@ from tests.checkpoint.made.saved_state import MESH
 @pytest.mark.parametrize(
     ("tensor", "text"),
     [
-        (torch.zeros(3), r"has 4 elements, but the given tensor has shape \[3\]"),
-        (torch.zeros(2, 2), r"has 4 elements, but the given tensor has shape \[2, 2\]"),
+        (torch.zeros(3), r"expected a flat tensor of 4 elements, got shape \[3\]"),
+        (torch.zeros(2, 2), r"expected a flat tensor of 4 elements, got shape \[2, 2\]"),
         (torch.zeros(4, dtype=torch.complex64), "element type torch.complex64"),
     ],
 )
@@ -32,10 +32,10 @@ def test_a_tensor_that_does_not_match_its_key_is_rejected(tmp_path: Path, tensor
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("name", r"then b\|weight"),
-        ("more", "nothing was announced"),
-        ("less", "nothing came"),
-        ("type", r"b\|weight\|.* was announced, then b\|weight"),
+        ("name", r"got b\|weight"),
+        ("more", "expected nothing, got"),
+        ("less", "got nothing"),
+        ("type", r"expected b\|weight\|.*, got b\|weight"),
     ],
 )
 def test_pieces_that_change_between_passes_are_rejected(tmp_path: Path, change: str, text: str) -> None:
@@ -64,7 +64,7 @@ def test_a_snapshot_copy_is_independent_of_the_runs_tensors(tmp_path: Path) -> N
     weight, half = base[::2], torch.arange(5, dtype=torch.bfloat16)  # a view with gaps as well
     pieces = [(key_of("weight", 10_000), weight), (key_of("half", 5), half)]
     expected = {"weight": weight.clone(), "half": half.clone()}
-    taken, copies = laid_out(take_snapshot(iter([*pieces[::-1], (key_of("nothing", 0), torch.zeros(0))])), buffer)
+    taken, copies = plan_copy(take_snapshot(iter([*pieces[::-1], (key_of("nothing", 0), torch.zeros(0))])), buffer)
     assert taken.size_bytes == buffer.numel()
     for target, source in copies:
         assert target.untyped_storage().data_ptr() == buffer.data_ptr()
@@ -99,5 +99,5 @@ def test_a_snapshot_reports_its_pieces_and_their_size() -> None:
 
 def test_a_duplicate_piece_is_rejected() -> None:
     piece = (key_of("weight", 2), torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"piece weight\|weight\|2\|0:2\|0:2 comes twice on one rank"):
+    with pytest.raises(CheckpointError, match=r"piece weight\|weight\|2\|0:2\|0:2 is duplicated on one rank"):
         take_snapshot([piece, piece])

@@ -33,7 +33,7 @@ def test_a_layout_that_fits_is_left_alone() -> None:
         ("2 2", 6, (2, 3, 2), "it keeps the tensor size. The global batch stays 8"),
         ("4 1", 2, (2, 1, 2), "it keeps the pipeline size"),
         ("1 4", 2, (1, 2, 2), "it keeps the tensor size"),
-        ("2 2", 1, (1, 1, 2), "do not fit 1 process; using 1 x 1 x 1 data: it is the nearest that is legal"),
+        ("2 2", 1, (1, 1, 2), "do not fit 1 process; using 1 x 1 x 1 data: it is the nearest legal layout"),
         ("4 4", 8, (4, 2, 2), "it keeps the tensor size"),
         ("1 1", 8, (1, 2, 2), "using 1 x 2 x 4 data: it keeps the tensor size"),
         ("1 1 --zero-stage 3", 8, (2, 1, 2), "it keeps the pipeline size"),
@@ -96,7 +96,7 @@ def test_a_run_knows_its_new_layout() -> None:
 
 def test_what_no_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match=r"no layout for 7 processes that shares --global-batch-size 8 .* Start 6 proc"
+        ConfigError, match=r"no layout for 7 processes that divides --global-batch-size 8, .* Start 6 proc"
     ):
         fit_layout(small("--elastic"), 7)
     with (
@@ -105,7 +105,7 @@ def test_what_no_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         patch.setattr(elastic, "_legal_request", lambda *_: None)
         fit_layout(small("--elastic"), 3)
-    with pytest.raises(ConfigError, match="--elastic needs --global-batch-size: it keeps the global batch"):
+    with pytest.raises(ConfigError, match="--elastic requires --global-batch-size"):
         small("--elastic", drop="--global-batch-size")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 from megatron.config import flag, parse
-from megatron.config.program_flags import ProgramFlags, parse_over, read_program, words_of
+from megatron.config.program_flags import ProgramFlags, arguments_of, parse_over, read_program
 from megatron.errors import ConfigError
 from tests.config.command_lines import words as small_words
 
@@ -20,7 +20,7 @@ class Flags(ProgramFlags):
     batch: int = flag(8, "samples per step", at_least=1)
     seed: int = flag(1, "of the order")
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         return ["--data-path", self.data, "--global-batch-size", str(self.batch)]
 
 
@@ -37,7 +37,7 @@ def test_the_trainers_flags_are_given_back_as_they_were_written() -> None:
 
 def test_options_with_values_are_words() -> None:
     pairs = {"--lr": 1e-4, "--save": None, "--data-path": "corpus", "--wandb-project": "--mine"}
-    assert words_of(pairs) == ["--lr", "0.0001", "--data-path", "corpus", "--wandb-project=--mine"]
+    assert arguments_of(pairs) == ["--lr", "0.0001", "--data-path", "corpus", "--wandb-project=--mine"]
 
 
 def test_a_value_that_looks_like_a_flag_stays_with_its_flag() -> None:
@@ -47,16 +47,16 @@ def test_a_value_that_looks_like_a_flag_stays_with_its_flag() -> None:
 
 def test_a_flag_of_the_trainer_wins_over_the_programs_words() -> None:
     own, words = read("--data d --batch 4 --micro-batch-size 1 --global-batch-size 6")
-    request = parse([*small_words(drop="--data-path"), *own.words(), *words])
+    request = parse([*small_words(drop="--data-path"), *own.trainer_arguments(), *words])
     assert (request.data.data_path, request.optim.global_batch_size) == (("d",), 6)
 
 
 @pytest.mark.parametrize(
     ("line", "sentences"),
     [
-        ("--batch 0 --lr high", ["--data is required", "--batch 0 is out of range", 'number, not "high"']),
-        ("--data d --batsh 3", ["--batsh is not a flag of this program. Did you mean --batch?"]),
-        ("--data d --lrr 3", ["--lrr is not a flag of this program. Did you mean --lr?"]),
+        ("--batch 0 --lr high", ["--data is required", "--batch 0 is out of range", 'a number, got "high"']),
+        ("--data d --batsh 3", ["unknown flag --batsh. Did you mean --batch?"]),
+        ("--data d --lrr 3", ["unknown flag --lrr. Did you mean --lr?"]),
     ],
 )
 def test_all_problems_are_shown(line: str, sentences: list[str]) -> None:

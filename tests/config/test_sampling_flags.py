@@ -36,8 +36,8 @@ def test_all_other_flags() -> None:
         ("--repetition-penalty 0", r"--repetition-penalty 0\.0 is out of range. It must be at least 0\.01"),
         ("--frequency-penalty 3", r"--frequency-penalty 3\.0 is out of range. It must be at most 2"),
         ("--presence-penalty -3", r"--presence-penalty -3\.0 is out of range"),
-        ("--logit-bias", "--logit-bias takes at least one value"),
-        ("--logit-bias 5", "--logit-bias 5 is not a token id and a bias from -100 to 100. Write for example"),
+        ("--logit-bias", "--logit-bias expects at least one value"),
+        ("--logit-bias 5", "--logit-bias 5 is invalid. Expected a token id and a bias from -100 to 100, for example"),
     ],
 )
 def test_values_that_cannot_be_used(words: str, says: str) -> None:
@@ -47,7 +47,7 @@ def test_values_that_cannot_be_used(words: str, says: str) -> None:
 
 @pytest.mark.parametrize("word", ["5=101", "5=nan", "-5=1", "a=1", "5=", "=1", "5:1", "5=1=1"])
 def test_biases_that_cannot_be_used(word: str) -> None:
-    with pytest.raises(ConfigError, match=f"--logit-bias {word} is not a token id and a bias"):
+    with pytest.raises(ConfigError, match=f"--logit-bias {word} is invalid. Expected a token id"):
         read_logit_bias([word])
 
 
@@ -58,11 +58,11 @@ def test_biases_that_cannot_be_used(word: str) -> None:
         ("--num-beams 257", "--num-beams 257 is out of range. It must be at most 256"),
         ("--length-penalty 11", r"--length-penalty 11\.0 is out of range"),
         ("--early-stopping soon", "--early-stopping soon is unknown. Use one of: false, true, never"),
-        ("--num-beams 2 --top_p 0.9", r"--top-p 0\.9 is for drawing tokens, and --num-beams 2 searches. Drop one"),
-        ("--num-beams 2 --logit-bias 5=1 6=1", "--logit-bias 5=1 6=1 is for drawing tokens"),
-        ("--num-beams 2 --greedy", "--greedy True is for drawing tokens"),
-        ("--length-penalty 2", r"--length-penalty 2\.0 is for beam search. Give --num-beams too, or drop"),
-        ("--early-stopping true", "--early-stopping true is for beam search"),
+        ("--num-beams 2 --top_p 0.9", r"--top-p 0\.9 cannot be combined with --num-beams 2: it is for sampling"),
+        ("--num-beams 2 --logit-bias 5=1 6=1", "--logit-bias 5=1 6=1 cannot be combined with --num-beams"),
+        ("--num-beams 2 --greedy", "--greedy True cannot be combined with --num-beams"),
+        ("--length-penalty 2", r"--length-penalty 2\.0 requires beam search. Give --num-beams, or drop"),
+        ("--early-stopping true", "--early-stopping true requires beam search"),
     ],
 )
 def test_searches_that_cannot_be_done(words: str, says: str) -> None:

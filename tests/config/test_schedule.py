@@ -27,7 +27,7 @@ from megatron.config.schedule import (
     samples_per_epoch,
     schedule,
     skipped_steps,
-    stretches,
+    step_segments,
     weight_decay,
 )
 from megatron.config.sections.optim import OptimRequest
@@ -420,7 +420,7 @@ def test_a_curriculum_is_planned_by_the_tokens_that_it_takes(
     )  # fmt: skip
     planned = planned_iterations(optim)
     step, samples, used = 0, 0, 0
-    lengths = [(size, length) for many, size, length in stretches(optim) for _ in range(min(many or 99, 99))]
+    lengths = [(size, length) for many, size, length in step_segments(optim) for _ in range(min(many or 99, 99))]
     while not is_done(optim, step, samples, (), used):
         assert planned_iterations(optim, step, samples, used) == planned
         size = global_batch_size(optim, samples)

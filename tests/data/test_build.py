@@ -28,7 +28,7 @@ def test_a_split_gives_three_disjoint_ranges(tmp_path):
         (90, 100),
     ]
     assert describe(datasets, plan)[0].startswith(
-        f"train: {prefix} [0, 80): 50 samples (100.00%, asked 100.00%), 0.50 epochs of 800"
+        f"train: {prefix} [0, 80): 50 samples (100.00%, target 100.00%), 0.50 epochs of 800"
     )
 
 
@@ -51,18 +51,16 @@ def test_a_split_that_was_asked_for_and_is_empty_is_named(tmp_path, corpus):
         assert empty_splits(data, build(data, (2, 2, 2))[1]) == []
     data = config(corpus, split="1,0,0")
     (found,) = empty_splits(data, build(data, (2, 2, 2))[1], is_evaluated=True)
-    assert found.startswith("there is no validation data (--split 1,0,0 gives it no share), so nothing is validated")
+    assert found.startswith("no validation data (--split 1,0,0 gives it no share), so validation is skipped")
     data = DataConfig(seq_length=8, train_data_path=(corpus,))
     (found,) = empty_splits(data, build(data, (2, 2, 2))[1], is_evaluated=True)
-    assert found.startswith(
-        "there is no validation data (none is named), so nothing is validated although --eval-inter"
-    )
+    assert found.startswith("no validation data (none is named), so validation is skipped although --eval-inter")
     valid = (f"v: 1 0:0.1 {prefix}", f"w: 1 0:1 {prefix}")
     data = DataConfig(
         seq_length=8, train_weighted_split_paths=(f"t: 1 0:0.9 {prefix}",), valid_weighted_split_paths=valid
     )
     (found,) = empty_splits(data, build(data, (2, 2, 2))[1])
-    assert found.startswith("the valid group v is empty: no sequence is in the ranges of its sources")
+    assert found.startswith("the valid group v is empty: the ranges of its sources contain no sequence")
 
 
 @pytest.mark.parametrize(("first", "then"), [(9, 12), (9, 40), (5, 9), (22, 23), (1, 200)])
@@ -120,7 +118,7 @@ def test_a_blend_follows_the_greedy_order_and_can_be_extended(tmp_path):
         first_segment = alone[: source.segments[0].rows]
         assert len({tuple(row) for row in first_segment}) == len(first_segment)
     lines = describe(longer, extended)
-    assert len(lines) == 3 and "150 samples (30.00%, asked 30.00%)" in lines[1]
+    assert len(lines) == 3 and "150 samples (30.00%, target 30.00%)" in lines[1]
 
 
 def test_a_source_without_sequences_is_skipped_and_its_weight_redistributed(tmp_path, capsys):
@@ -131,7 +129,7 @@ def test_a_source_without_sequences_is_skipped_and_its_weight_redistributed(tmp_
     assert [source.prefix for source in plan.valid[0].sources] == [large, other]
     assert plan.valid[0].phases[0].weights == [0.5, 0.5]
     assert len(datasets.valid["valid"]) == 4
-    assert "small has no tokens in its range [1, 1); it is left out" in capsys.readouterr().err
+    assert "small has no tokens in its range [1, 1) and is skipped" in capsys.readouterr().err
 
 
 def test_sources_without_weights_are_mixed_by_their_tokens(tmp_path, capsys):
@@ -141,7 +139,7 @@ def test_sources_without_weights_are_mixed_by_their_tokens(tmp_path, capsys):
     datasets, plan = build(config(long, short, single, split="1,1,0"), samples=(12, 2, 0))
     assert [member.weight for member in plan.train.phases[0].members] == [0.6, 0.2, 0.2]  # 60, 20 and 20 tokens
     assert [member.weight for member in plan.valid[0].phases[0].members] == [0.75, 0.25]
-    assert "x has no tokens in its range [1, 1); it is left out." in capsys.readouterr().err
+    assert "x has no tokens in its range [1, 1) and is skipped." in capsys.readouterr().err
     separate = build(DataConfig(seq_length=8, train_data_path=(long, single)), samples=(7, 0, 0))[1]
     assert [member.weight for member in separate.train.phases[0].members] == [6 / 7, 1 / 7]
     assert (
@@ -187,9 +185,9 @@ def test_a_plan_moves_with_its_files_but_not_to_other_data(tmp_path):
     again, after = build(config(moved), plan=plan)
     assert rows_of(again.train) == rows_of(datasets.train) and after.train.sources[0].prefix == moved
     other = write_corpus(tmp_path / "other", [9] * 10)
-    with pytest.raises(DataError, match=r"not that of the run to be resumed: .*corpus \[0, 10\) .*other .*--finetune"):
+    with pytest.raises(DataError, match=r"differs from the run to resume: .*corpus \[0, 10\) .*other .*--finetune"):
         build(config(other), plan=plan)
-    with pytest.raises(DataError, match="now there is none"):
+    with pytest.raises(DataError, match="this run has none"):
         build(DataConfig(seq_length=8), (0, 0, 0), plan=plan)
     with pytest.raises(DataError, match="planned with --seq-length 8, this run has --seq-length 16"):
         build(config(prefix), plan=plan, sequence_length=16)
@@ -206,7 +204,7 @@ def test_evaluation_data_may_change_on_a_resume(tmp_path, capsys):
         DataConfig(seq_length=8, train_data_path=(train,), valid_data_path=(second,)), (9, 3, 0), plan=plan
     )
     assert after.valid[0].sources[0].prefix == second and len(datasets.valid["valid"]) >= 3
-    assert "the evaluation data valid has changed" in capsys.readouterr().err
+    assert "the evaluation data valid changed" in capsys.readouterr().err
 
 
 def test_the_order_is_that_of_the_stored_epoch_rule(corpus):
@@ -232,7 +230,7 @@ def test_a_stored_plan_that_cannot_be_read_is_an_error(corpus, change, message):
 
 
 def test_training_without_data_reports_what_is_missing(tmp_path):
-    with pytest.raises(DataError, match="There is no training data. Name it with --data-path"):
+    with pytest.raises(DataError, match="No training data. Name it with --data-path"):
         build(DataConfig(seq_length=8))
     prefix = write_corpus(tmp_path / "corpus", [10])
     with pytest.raises(DataError, match="No tokens are left for training: --data-path .* with --split 0,1,0"):
@@ -247,12 +245,12 @@ def test_a_split_of_empty_documents_is_left_out(tmp_path, capsys):
     datasets, plan = build(config(prefix, split="1,1,0"))
     assert datasets.train is not None and plan.valid == () == tuple(datasets.valid)
     assert "valid: " in (said := capsys.readouterr().err)
-    assert f"{prefix} has no tokens in its range [1, 2); it is left out." in said
+    assert f"{prefix} has no tokens in its range [1, 2) and is skipped." in said
     both = config("1", prefix, "3", write_corpus(tmp_path / "other", [0, 100]), split="1,1,0")
     assert [group.sources[0].prefix for group in (build(both)[1].train, *build(both)[1].valid)] == [
         prefix, str(tmp_path / "other"),
     ]  # fmt: skip
-    assert "it is left out and its weight 3 is shared by the others" in capsys.readouterr().err
+    assert "and is skipped; its weight 3 is shared by the others" in capsys.readouterr().err
 
 
 def test_a_file_of_floats_is_not_a_token_file(tmp_path, corpus):

@@ -11,7 +11,7 @@ from megatron.data.build import build_split_datasets
 from megatron.data.datasets.blended import BlendedDataset
 from megatron.data.datasets.changed_samples import ShortenedDataset
 from megatron.data.datasets.sample import Sample
-from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, predicted_places, segment_ids
+from megatron.data.loader import BatchLoader, BatchOptions, MicroBatches, predicted_positions, segment_ids
 from megatron.data.read_ahead import ReadAhead
 from megatron.data.sources.source import DataRequest
 from megatron.errors import ConfigError, DataError
@@ -217,11 +217,11 @@ def test_a_label_outside_the_vocabulary_is_located():
 
 
 def test_the_first_place_is_never_predicted_and_no_more_than_planned():
-    assert predicted_places(np.array([[0, 0.5, 1], [0, 0, 0]]), 2).tolist() == [[1, 2], [0, 0]]
-    with pytest.raises(DataError, match="has 2 tokens to be predicted and 1 were planned"):
-        predicted_places(np.array([[0, 1, 1], [0, 0, 0]]), 1)
+    assert predicted_positions(np.array([[0, 0.5, 1], [0, 0, 0]]), 2).tolist() == [[1, 2], [0, 0]]
+    with pytest.raises(DataError, match="has 2 tokens to predict, expected at most 1"):
+        predicted_positions(np.array([[0, 1, 1], [0, 0, 0]]), 1)
     with pytest.raises(DataError, match="first token"):
-        predicted_places(np.array([[1, 0, 0]]), 2)
+        predicted_positions(np.array([[1, 0, 0]]), 2)
 
 
 def test_a_batch_that_cannot_be_split_evenly_is_rejected(dataset):
@@ -230,7 +230,7 @@ def test_a_batch_that_cannot_be_split_evenly_is_rejected(dataset):
 
 
 def test_options_that_need_an_end_of_document_token():
-    with pytest.raises(ConfigError, match="need an end-of-document token"):
+    with pytest.raises(ConfigError, match="require an end-of-document token"):
         BatchOptions(eod_mask_loss=True)
 
 
@@ -272,13 +272,13 @@ def test_small_batches_are_prefetched_several_at_a_time_but_never_beyond_the_end
     with BatchLoader(rows, micro_batch_size=2, ahead=ahead) as loader:
         loader.micro_batches(0, 4)
         for until in [4 + 4 * batches * burst for burst in (1, 2)]:
-            loader._reading[-1][1].result()
+            loader._pending[-1][1].result()
             assert rows.numbers == list(range(min(until, 44)))
             for first in range(until - 4 * batches, min(until, 44), 4):
                 assert loader.micro_batches(first, 4)[0].tokens[0, 0] == first
         for first in range(until, 44, 4):
             loader.micro_batches(first, 4)
-        assert not loader._reading and rows.numbers == list(range(44))
+        assert not loader._pending and rows.numbers == list(range(44))
         evaluation = [loader.micro_batches(first, 4, stop_sample=6) for first in (0, 4)]
         assert [int(batch.loss_mask.sum()) for batch in evaluation[1]] == [2, 0]
 
@@ -294,7 +294,7 @@ def test_an_error_in_the_thread_is_raised_when_the_batch_is_requested(ahead):
 
 def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):
     count = len(dataset) + 1
-    with pytest.raises(DataError, match=f"takes {count} samples of .*corpus, which has {count - 1} planned"):
+    with pytest.raises(DataError, match=f"needs {count} samples of .*corpus, which has {count - 1} planned"):
         BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count), [0], [0])
 
 

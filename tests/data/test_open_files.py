@@ -24,7 +24,7 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_limit(few_open_files, cap
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_open_files
     assert capsys.readouterr().err == ""
     allow_open_files(few_open_files // 2, 1)
-    assert f"the data may take {few_open_files // 2 * 2 + 3 + 256} open files" in (said := capsys.readouterr().err)
+    assert f"the data may need {few_open_files // 2 * 2 + 3 + 256} open files" in (said := capsys.readouterr().err)
     assert f"and this system allows {few_open_files}" in said
 
 

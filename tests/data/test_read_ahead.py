@@ -120,7 +120,7 @@ def test_a_thread_that_is_gone_is_an_error_at_every_later_request(
         monkeypatch.setattr(module.PendingRead, "read", lambda self: _thread.exit())
     for _ in range(3):
         reading = thread.submit([2])
-        with pytest.raises(StorageError, match="thread that reads data ahead ended (without an error|with SystemExit)"):
+        with pytest.raises(StorageError, match="read-ahead thread exited (without an error|with SystemExit)"):
             reading.result()
         with pytest.raises(StorageError, match=r"Free memory .* \(--num-workers 0\)"):
             reading.cancel()
@@ -136,7 +136,7 @@ def silent(*words: object) -> int:
 
 @pytest.mark.parametrize(
     ("start", "reason"),
-    [(refused, "can't start new thread"), (silent, "did not begin to run")],
+    [(refused, "can't start new thread"), (silent, "did not start running")],
 )
 def test_without_a_thread_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: object, reason: str
@@ -147,7 +147,7 @@ def test_without_a_thread_there_is_one_warning(
     assert [thread.submit([1]) for _ in range(3)] == [None] * 3
     thread.close()
     warnings = capsys.readouterr().err
-    assert warnings.count("warning") == 1 and reason in warnings and "read when they are needed" in warnings
+    assert warnings.count("warning") == 1 and reason in warnings and "read on demand" in warnings
 
 
 def test_closing_waits_for_a_read_in_progress_but_not_forever(
@@ -159,7 +159,7 @@ def test_closing_waits_for_a_read_in_progress_but_not_forever(
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
     reading.abandon()
     thread.close()
-    assert "did not end within 0.05 s and is left behind" in capsys.readouterr().err
+    assert "did not exit within 0.05 s and is abandoned" in capsys.readouterr().err
     source.go.release()
     assert reading.result() == [0]
     assert thread.submit([1]) is None
@@ -200,7 +200,7 @@ def test_a_limited_address_space_is_no_hang() -> None:
         start_seconds = PATIENCE_SECONDS if extra > 2 * stack else 0.5
         command = [sys.executable, "-c", LIMITED, str(extra), str(start_seconds)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, cwd=ROOT)
-        answers.append((done.stdout.strip(), done.returncode, "no thread could be started" in done.stderr))
+        answers.append((done.stdout.strip(), done.returncode, "thread could not be started" in done.stderr))
     assert answers[0] == ("on demand", 0, True), answers
     assert answers[-1] == ("3", 0, False), answers
     assert set(answers) == {answers[0], answers[-1]}, answers

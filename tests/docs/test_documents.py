@@ -1,101 +1,91 @@
-"""Every shell block of the documents is run by a test or says why not; tables that are said to be computed are."""
+"""Documents name existing files and flags, begin with a summary, and have tables that follow from the code."""
 
 from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from megatron.config import parse
+from examples.hello_deepspeed.flags import HelloDeepSpeedEngineFlags
+from megatron.config.flags.fields import flags_of
+from megatron.config.parse import field_flags
+from megatron.config.sampling_flags import BeamFlags
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
 from tests.helpers.architecture.tables import LOADED_LATER
-from tests.helpers.commands.recording_shell import recorded
 
 ROOT = Path(__file__).resolve().parents[2]
-# The test that runs the blocks of a document, but for those that say why they are not run.
-RUN_BY = {
-    "README.md": "docs/test_readme.py",  # by their parsers; the same programs are run for docs/training.md
-    "docs/checkpoints.md": "docs/guides/test_checkpoint_guide.py",
-    "docs/dashboard.md": "tools/test_dashboard.py",
-    "docs/data.md": "docs/guides/test_data_guide.py",
-    "docs/distillation.md": "docs/guides/test_distillation_guide.py",
-    "docs/evaluation.md": "docs/guides/test_evaluation_guide.py",
-    "docs/evaluation_harness.md": "evaluate/harness/test_running.py",
-    "docs/finetuning.md": "docs/guides/test_finetuning_guide.py",
-    "docs/foreign_checkpoints.md": "docs/guides/test_foreign_guide.py",
-    "docs/generation.md": "docs/guides/test_generation_guide.py",
-    "docs/hugging_face.md": "tools/convert/test_hugging_face_tools.py",
-    "docs/kernels.md": "tools/test_build_kernels.py",
-    "docs/launching.md": "docs/guides/test_launching_guide.py",
-    "docs/long_sequences.md": "docs/test_long_sequences_guide.py",
-    "docs/masked_language_models.md": "docs/guides/test_masked_guide.py",
-    "docs/operations.md": "docs/guides/test_operations_guide.py",
-    "docs/pipelines.md": "docs/guides/test_pipelines_guide.py",
-    "docs/recipes.md": "docs/test_recipes_guide.py",
-    "docs/scaling.md": "docs/test_scaling_guide.py",
-    "docs/prefix_lm.md": "docs/guides/test_prefix_guide.py",
-    "docs/published_commands.md": "docs/site/test_published_commands.py",
-    "docs/serving.md": "docs/guides/test_serving_guide.py",
-    "docs/training.md": "docs/test_readme.py",
-    "docs/tutorial_deepspeed.md": "seeds/hello_deepspeed/test_003_5.py",
-    "docs/watching_a_run.md": "docs/guides/test_watching_guide.py",
-    "docs/seeds/dsgpt2.md": "seeds/dsgpt2/example.py",
-    "docs/seeds/gpt2_all_in.md": "examples/test_gpt2_all_in_guide.py",
-    "docs/seeds/hello_deepspeed.md": "seeds/hello_deepspeed/test_003_5.py",
-    "docs/seeds/jax_lm_training.md": "helpers/projects/jax_lm_page.py",
-    "docs/seeds/turkish_gpt2.md": "seeds/turkish_gpt2/guide.py",
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.md"))
+OF_OTHERS = ("docs/seeds/", "docs/coming_from/")  # which name files and flags of other projects
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(page for page in PAGES if not page.startswith(OF_OTHERS))]
+FLAGS_OF_OTHERS = {  # vLLM, DeepSpeed's launcher, docker, torchrun, forks of Megatron
+    *("--tensor-parallel-size", "--bind_cores_to_rank", "--num_gpus", "--shm-size", "--rdzv-endpoint"),
+    *("--extra-eval-data-path", "--from-weights"),
 }
-DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix() for pattern in ("*.md", "docs/**/*.md") for path in ROOT.glob(pattern)
-)
-_BLOCK = re.compile(
-    r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```(?:bash|shell|sh|console)\n(?P<text>.*?)^```", re.M | re.S
-)
 
 
-def unaccounted(document: str, text: str) -> list[str]:
-    """The blocks of a document that no test runs and that do not say why."""
-    if document in RUN_BY:
-        return []
-    return [block["text"] for block in _BLOCK.finditer(text) if len((block["reason"] or "").split()) < 2]
-
-
-def test_every_block_is_run_or_says_why_not() -> None:
-    left = {name: unaccounted(name, (ROOT / name).read_text(encoding="utf-8")) for name in DOCUMENTS}
-    assert {name: blocks for name, blocks in left.items() if blocks} == {}, (
-        "name the test that runs them in RUN_BY, or write <!-- not run: REASON --> above"
-    )
-    assert sum(len(_BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))) for name in DOCUMENTS) > 80
-    assert unaccounted("docs/new.md", "```bash\nls\n```\n") == ["ls\n"]
-    assert unaccounted("docs/new.md", "<!-- not run: later -->\n```bash\nls\n```\n") == ["ls\n"]
-    assert unaccounted("docs/new.md", "<!-- not run: needs a cluster -->\n```bash\nls\n```\n") == []
-
-
-def test_every_test_that_is_named_reads_its_document() -> None:
-    for document, test in RUN_BY.items():
-        parts = Path(document).parts
-        text = (ROOT / "tests" / test).read_text(encoding="utf-8")
-        assert parts[-1] in text and (ROOT / document).is_file(), (document, test)
-
-
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name.startswith("docs/")])
-def test_a_page_begins_with_its_title_and_what_the_reader_gets(document: str) -> None:
-    title, _, first = (ROOT / document).read_text(encoding="utf-8").partition("\n")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_begins_with_its_title_and_a_summary(page: str) -> None:
+    title, _, first = (ROOT / page).read_text(encoding="utf-8").partition("\n")
     assert re.fullmatch(r"# \S.+", title)
-    begins = re.match(r"\n[^#<|-].{40,}", first) and not first.startswith("\n```")
-    assert begins, f"{document}: the first sentence says what the reader gets"
+    assert re.match(r"\n[^#<|-].{40,}", first) and not first.startswith("\n```"), page
 
 
-def test_the_configuration_of_the_neox_page_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/coming_from/gpt_neox.md writes its file of flags itself."""
-    text = (ROOT / "docs" / "coming_from" / "gpt_neox.md").read_text(encoding="utf-8")
-    (command,) = recorded("\n".join(block["text"] for block in _BLOCK.finditer(text)), tmp_path)
-    monkeypatch.chdir(tmp_path)
-    request = parse(command[command.index("pretrain_gpt.py") + 1 :])
-    assert (request.model.num_layers, request.optim.global_batch_size, request.saving.keep_last) == (12, 32, 4)
-    assert request.model.position_embedding_type == "rope" and request.precision.bf16
+def test_files_that_are_named_exist() -> None:
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        named = re.findall(r"`((?:examples|tools|tests|benchmarks|megatron|docs|csrc)/[\w./]+)`", text)
+        if document == "docs/published_commands.md":
+            named = []  # of the projects that published them
+        links = re.findall(r"\]\((?!http|(?:\.\./)?reference/|project/)([^)#]+)\)", text)  # made with the site
+        missing = [name for name in named if not (ROOT / name).exists()]
+        missing += [name for name in links if not (ROOT / document).parent.joinpath(name).exists()]
+        assert not missing, f"{document} names {missing}"
+
+
+@cache
+def known_flags() -> tuple[frozenset[str], str]:
+    """The flags of the trainer and of other projects, and the texts of the programs that declare the others."""
+    flags = (ROOT / "tests" / "config" / "golden" / "flags.txt").read_text()
+    names = {*re.findall(r"^(--[\w-]+)", flags, flags=re.M), *FLAGS_OF_OTHERS}
+    sections = [*flags_of(BeamFlags), *flags_of(HelloDeepSpeedEngineFlags)]
+    for entry in (*field_flags().values(), *sections):
+        names.update(entry.spellings)
+    folders = ("tools", "tasks", "examples", "tests", "tests/config/published", "trident/launch")
+    paths = [path for folder in folders for path in (ROOT / folder).glob("*") if path.is_file()]
+    paths += [path for folder in ("tools", "tasks") for path in (ROOT / folder).glob("*/*.py")]
+    return frozenset(names), "\n".join(path.read_text() for path in [*paths, ROOT / "docs/site/layouts.py"])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_that_are_named_exist(document: str) -> None:
+    known, elsewhere = known_flags()
+    for name in set(re.findall(r"`(--[a-z][a-z0-9_-]+)", (ROOT / document).read_text())):
+        field = name.removeprefix("--").replace("-", "_")
+        positive = name.replace("--no-", "--")
+        is_known = {name, positive, positive.replace("--", "--no-", 1)} & known
+        assert is_known or re.search(rf"\b{field}\b|{name}", elsewhere), name
+
+
+def test_readme_is_short_and_begins_with_the_readers_text() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.split()) <= 900
+    commands = [line for line in "\n".join(re.findall(r"```bash\n(.*?)```", text, flags=re.S)).splitlines()]
+    programs = [line.split()[1] for line in commands if "my_text" in line and "torchrun" not in line]
+    assert programs == ["train_on_text.py", "tools/runs/plot_run.py", "tools/serve.py", "tools/dashboard.py"]
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", text)
+    assert pictures == ["docs/quickstart_loss.png", "docs/images/chat.png"]
+    assert all((ROOT / picture).stat().st_size < 150_000 for picture in pictures)
+    assert len(re.findall(r"^One H100, .*: ", text, flags=re.M)) == 1, "the figures of GPUs are on one line"
+
+
+def test_the_extras_of_readme_are_those_of_the_package() -> None:
+    table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = re.search(r"\(extras: `([\w ]+)`\)", (ROOT / "README.md").read_text())
+    assert extras is not None
+    assert extras.group(1).split() == re.findall(r"^(\w+) = \[", table, flags=re.M)
 
 
 def test_the_page_of_the_tools_lists_every_program() -> None:
@@ -108,7 +98,7 @@ def test_the_page_of_the_tools_lists_every_program() -> None:
 
 
 def table_of(name: str) -> list[list[str]]:
-    """The rows of a table of docs/choosing_a_layout.md that says it is computed, its head first."""
+    """The rows of a computed table of docs/choosing_a_layout.md, its head first."""
     page = (ROOT / "docs" / "choosing_a_layout.md").read_text(encoding="utf-8")
     text = page.partition(f"<!-- computed: {name} -->\n\n")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
@@ -121,8 +111,8 @@ def test_gigabytes_of_a_layout_are_those_of_the_closed_form() -> None:
     assert len(rows) == 9 and len(sizes) == 4
     for ranks, split, copies, stage, *shown in rows:
         assert int(ranks) == int(split) * int(copies)
-        how = Partitioning(int(stage), int(copies), weight_bytes=2)
-        held = [predicted_bytes([[int(size / int(split))]], how).total / 1e9 for size in sizes]
+        partitioning = Partitioning(int(stage), int(copies), weight_bytes=2)
+        held = [predicted_bytes([[int(size / int(split))]], partitioning).total / 1e9 for size in sizes]
         assert shown == [f"{amount:.1f}" for amount in held]
 
 

@@ -11,9 +11,9 @@ import torch
 
 from megatron.checkpoint import load, save
 from megatron.engine.engine import Engine
-from megatron.engine.freezing import Freezing, frozen_names
+from megatron.engine.freezing import FreezeSpec, frozen_names
 from megatron.engine.replicas import find_differences
-from megatron.engine.state import owned_bytes, owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_bytes, owned_pieces, pieces_to_load, refresh_weights
 from megatron.errors import ConfigError
 from megatron.model.gpt import gpt_layers
 from megatron.model.interface.network import parameter_names
@@ -55,10 +55,10 @@ def test_a_run_without_anything_to_train_is_refused() -> None:
         frozen_names(["a*", "b"], ["a1", "b"])
 
 
-def freezing_of(patterns: tuple[str, ...]) -> Freezing:
+def freezing_of(patterns: tuple[str, ...]) -> FreezeSpec:
     config = layout_config(RECIPE, (1, 1, 1), 0, [])
     names = parameter_names(gpt_layers(config.model, ParallelMesh.single()))
-    return Freezing(frozen_names(patterns, names))
+    return FreezeSpec(frozen_names(patterns, names))
 
 
 def train(rank: int, layout: tuple[int, int, int], cases: list[Any]) -> list[Any]:
@@ -205,14 +205,14 @@ def thaw(rank: int, layout: tuple[int, int, int], stages: list[int], folder: str
         for last in (2, 4, 6):
             engine = build_engine(config, mesh, now)
             if step:
-                record = load(Path(folder) / f"{stage}" / f"iter_{step:07d}", wanted_pieces(engine), mesh)
+                record = load(Path(folder) / f"{stage}" / f"iter_{step:07d}", pieces_to_load(engine), mesh)
                 refresh_weights(engine, record["updates"])
             for number in range(step, last):
                 result = engine.train_batch(local_batches(RECIPE, config, mesh, number, True), RECIPE.learning_rate)
                 curve.append((result.loss, result.gradient_norm))
             save(Path(folder) / f"{stage}", last, owned_pieces(engine), {"updates": engine.update_count}, mesh)
             thawed = now.frozen if step == 0 else frozenset()
-            now, step = Freezing(frozenset(), thawed, dict.fromkeys(sorted(now.frozen), 2) or now.began_at), last
+            now, step = FreezeSpec(frozenset(), thawed, dict.fromkeys(sorted(now.frozen), 2) or now.began_at), last
         curves.append(curve)
     return curves
 
@@ -226,6 +226,7 @@ def test_a_thawed_parameter_is_trained_as_a_new_one(layout: tuple[int, int, int]
             assert own == pytest.approx(other, rel=SAME)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_the_same_and_leaves_frozen_weights(layout: tuple[int, int, int], single: Any) -> None:
     cases = LAYOUTS[layout]

@@ -151,6 +151,7 @@ def counts() -> list[dict[tuple[Case, int], Counts]]:
     return [{**alone, **rank} for rank in run_ranks(step_counts, 2, list(TWO_RANKS))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_what_follows_backward_stays_below_its_ceiling(
     case: Case, counts: list[dict[tuple[Case, int], Counts]]

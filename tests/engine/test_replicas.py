@@ -109,6 +109,7 @@ def data_axes(flags: list[str]) -> list[str]:
     return ["expert_gradient", "gradient"] if flags == EXPERTS else ["gradient"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_all_copies_agree(name: str) -> None:
     layout, runs = LAYOUTS[name]
@@ -172,6 +173,7 @@ def flip(values: torch.Tensor, element: int, bit: int = 3) -> None:
     bits[element] ^= 1 << bit
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layout", "stage", "flags", "flips"), FLIPS)
 def test_a_flipped_bit_is_found_and_named(
     layout: tuple[int, int, int], stage: int, flags: list[str], flips: list[Any]
@@ -227,4 +229,4 @@ def test_offloaded_copies_are_sent_from_the_device_of_the_messages(monkeypatch: 
 
     monkeypatch.setattr("megatron.engine.replicas.broadcast", broadcast)
     found = _difference_to_first(torch.tensor([0.0, 2.0, 0.0]), Axis.single("tp", 0), torch.device("meta"))
-    assert sent == ["meta"] and found is not None and (found.elements, found.place) == (1, 1)
+    assert sent == ["meta"] and found is not None and (found.elements, found.index) == (1, 1)

@@ -35,9 +35,9 @@ DSGPT2 = ("1_upload", "2_clean", "3_vocabulary", "4_statistics", "5_train", "6_f
 RUN_BY = {
     **dict.fromkeys(RANKS, "tests/examples/test_example_scripts.py"),
     **dict.fromkeys([f"turkish/{name}.sh" for name in TURKISH], "tests/seeds/turkish_gpt2/guide.py"),
-    **dict.fromkeys([f"dsgpt2/{name}.sh" for name in DSGPT2], "tests/seeds/dsgpt2/example.py"),
+    **dict.fromkeys([f"dsgpt2/{name}.sh" for name in DSGPT2], "tests/seeds/dsgpt2/guide.py"),
     "slurm/pretrain.slurm": "tests/trident/launch/test_slurm.py",
-    "slurm/pretrain_gpt.slurm": "tests/docs/test_readme.py",
+    "slurm/pretrain_gpt.slurm": "tests/docs/test_commands.py",
     "quickstart.sh": "tests/examples/test_kill_and_resume.py",
     "chat.sh": "here",
     "pretrain_bert.sh": "here",
@@ -77,6 +77,7 @@ def test_a_dry_run_prints_commands_of_the_size_and_writes_nothing(script: str, t
     assert refused.returncode == 64 and "SCALE=huge is neither full nor tiny" in refused.stderr
 
 
+@pytest.mark.full
 def test_the_corpus_of_the_notebook_at_a_tiny_size(tmp_path: Path) -> None:
     done = start("gpt2_all_in/make_dev_corpus.sh", tmp_path, str(tmp_path / "made"), PYTHON=forking_python())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,6 +86,7 @@ def test_the_corpus_of_the_notebook_at_a_tiny_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_tiny_bert_trains(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     texts = [
@@ -99,6 +101,7 @@ def test_a_tiny_bert_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_tiny_chat_is_trained_and_answers(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

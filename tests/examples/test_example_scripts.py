@@ -133,6 +133,7 @@ def test_shell_scripts_are_clean() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["pretrain_gpt_multilingual.sh", *(name for name in RANKS if "multi" not in name)])
 def test_a_tiny_one_trains(script: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     if script != "pretrain_gpt_multilingual.sh" and pytestconfig.getoption("--cases") < MANY_CASES:

@@ -22,6 +22,7 @@ def usage(folder: Path, *words: str) -> str:
     return done.stdout.partition("\n")[0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_starts_in_its_folder_and_elsewhere(program: str, tmp_path: Path) -> None:
     path = EXAMPLES / program
@@ -29,6 +30,7 @@ def test_a_program_starts_in_its_folder_and_elsewhere(program: str, tmp_path: Pa
     assert path.name in usage(tmp_path, str(path))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", ["jax_lm.train", "jax_lm.preprocess"])
 def test_a_module_starts_in_its_projects_folder(module: str) -> None:
     assert "usage: " in usage(EXAMPLES / "jax_lm_training", "-m", module)

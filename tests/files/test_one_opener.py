@@ -27,7 +27,6 @@ ALLOWED = {
     "megatron/processor.py": "/proc",
     "megatron/tokenizers/encoders/fast_encoder.py": "/proc",
     "docs/site/hooks.py": "files of the repository",
-    "docs/site/messages.py": "files of the repository",
     "docs/site/project_files.py": "files of the repository",
 }
 

@@ -16,7 +16,7 @@ from tests.tokenizers.framed import framed_choice
 from tools.generate_samples_gpt import GenerateFlags, Generator
 from trident.evaluate.completer import LoadedCompleter
 from trident.evaluate.training.sample_prompts import open_prompts
-from trident.serve.requests.served import served_model
+from trident.serve.requests.served_model import build_served_model
 
 TEXTS = ["def choose(", "a cat", "<s>a cat", "é"]
 
@@ -42,7 +42,7 @@ def test_every_place_encodes_prompts_alike(loaded: LoadedModel, tmp_path: Path) 
     expected = [encode_prompt(loaded.tokenizer, text) for text in TEXTS]
     begin, end = (loaded.tokenizer.special_ids[text] for text in ("<s>", "</s>"))
     assert all(ids.count(begin) == 1 and ids[0] == begin and end not in ids for ids in expected)
-    served = served_model(loaded)
+    served = build_served_model(loaded)
     assert [list(served.prompt_of_text(text)) for text in TEXTS] == expected
     generator = Generator(GenerateFlags(load="nowhere"), 3, 1, loaded)
     assert [generator.encode(text) for text in TEXTS] == expected

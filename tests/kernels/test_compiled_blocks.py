@@ -70,6 +70,7 @@ def check(
     torch.compiler.reset()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("g++") is None:

@@ -10,7 +10,7 @@ import torch
 from megatron.kernels.choice import Implementation
 from megatron.kernels.dropout_add import Dropout, dropout_add
 from megatron.kernels.hashing import GOLDEN, counters, low_half, mix, mix_32, mix_64, signed
-from megatron.kernels.initial_values import _normal_values, _random_words
+from megatron.kernels.initial_values import _normal_values, _random_bits
 from megatron.kernels.native.library import Library
 
 
@@ -23,6 +23,7 @@ def test_tensors_hash_as_integers_do() -> None:
     assert mix_32(torch.tensor([1], dtype=torch.int32)).tolist() == [0x514E28B7]  # murmur3's finalizer of 1
 
 
+@pytest.mark.full
 def test_compiled_programs_hash_to_the_same_bits(compiled: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     generator = torch.Generator().manual_seed(1)
@@ -32,7 +33,7 @@ def test_compiled_programs_hash_to_the_same_bits(compiled: Library, monkeypatch:
 
     def consumers(x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = Dropout(rows[:1], 6554, GOLDEN).kept(1400)
-        values = _normal_values(_random_words(GOLDEN, rows[0, :5], 3, 40))
+        values = _normal_values(_random_bits(GOLDEN, rows[0, :5], 3, 40))
         return dropout_add(x, Dropout(rows, 6554, GOLDEN), residual=residual), wide, values
 
     backend = "inductor" if shutil.which("g++") else "aot_eager"

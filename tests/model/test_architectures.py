@@ -139,6 +139,7 @@ def run_architectures(rank: int, tp: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tp", [2, 3])
 def test_split_equals_whole(tp: int) -> None:
     whole = run_architectures(0, 1)

@@ -250,7 +250,7 @@ def test_a_cache_can_be_truncated_and_selected() -> None:
 
 def test_values_that_do_not_fit_are_rejected() -> None:
     model = build_gpt(tiny_config(), MESH).eval()
-    with pytest.raises(DataError, match="17 tokens and there are 16 positions"):
+    with pytest.raises(DataError, match="17 tokens, but the model has 16 positions"):
         forward(model, _tokens(1, 17), _ids(1))
     caches = model.new_caches(4)
     with pytest.raises(ConfigError, match="5 tokens do not fit into a key-value cache of 4"):

@@ -137,6 +137,7 @@ class MicroBatch:
         return result.loss_sum if result.minimized_sum is None else result.minimized_sum
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.BLOCKS], ids=lambda value: value.value)
 @pytest.mark.parametrize("form", FORMS)
 def test_other_values_run_the_same_operations_on_the_same_memory(form: str, recompute: Recompute) -> None:

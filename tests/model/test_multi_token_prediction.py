@@ -100,5 +100,5 @@ def test_outside_of_training_it_changes_nothing() -> None:
 
 def test_it_needs_the_tokens() -> None:
     model = build_gpt(tiny_config(mtp_num_layers=1, **SHAPE))
-    with pytest.raises(ValueError, match="needs StepSettings.has_tokens"):
+    with pytest.raises(ValueError, match="requires StepSettings.has_tokens"):
         model.layer(MULTI_TOKEN)(torch.randn(2, LENGTH, 32), StepSettings().context(torch.arange(2)))

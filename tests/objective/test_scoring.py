@@ -24,7 +24,7 @@ def test_scores_of_targets_leave_out_the_padding() -> None:
 
 
 def test_each_target_is_at_its_place_and_the_others_are_0() -> None:
-    targets = {"rows": torch.tensor([1, 5]), "labels": torch.tensor([4, 0]), "places": torch.tensor([3, 0])}
+    targets = {"rows": torch.tensor([1, 5]), "labels": torch.tensor([4, 0]), "indices": torch.tensor([3, 0])}
     result = OBJECTIVE(LOGITS, targets)
     expected = [TRUE[5, 0], 0, 0, TRUE[1, 4], 0, 0]
     torch.testing.assert_close(result.metrics[LOGPROBS], torch.tensor(expected, dtype=torch.float64))
@@ -36,15 +36,15 @@ def test_each_target_is_at_its_place_and_the_others_are_0() -> None:
 
 def test_a_micro_batch_of_padding_has_no_targets() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    result = OBJECTIVE(LOGITS, {"rows": nothing, "labels": nothing, "places": nothing})
+    result = OBJECTIVE(LOGITS, {"rows": nothing, "labels": nothing, "indices": nothing})
     assert result.token_count == 0 and result.loss_sum == 0
     assert all(not values.any() for values in result.metrics.values())
 
 
 def test_a_batch_is_read_by_name() -> None:
-    places = np.array([3, 0])
-    batch = SimpleNamespace(tokens=np.ones((2, 3)), rows=places + 1, labels=places + 2, places=places)
+    indices = np.array([3, 0])
+    batch = SimpleNamespace(tokens=np.ones((2, 3)), rows=indices + 1, labels=indices + 2, indices=indices)
     assert OBJECTIVE.inputs(batch) == (batch.tokens,)
-    assert list(OBJECTIVE.targets(batch)) == ["rows", "labels", "places"]
-    assert OBJECTIVE.targets(batch)["places"] is places
+    assert list(OBJECTIVE.targets(batch)) == ["rows", "labels", "indices"]
+    assert OBJECTIVE.targets(batch)["indices"] is indices
     assert OBJECTIVE.token_count(batch) == 2.0

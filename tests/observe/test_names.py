@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from megatron.checkpoint.record import Progress
-from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS, GradientFigures
+from megatron.engine.gradients.gradient_stats import NOISE, NORMS, ZEROS, GradientStats
 from megatron.engine.weight_norms import norm_metrics
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, dropped_tokens, expert_tokens
 from megatron.objective import distillation, language_model, masked, multi_token
 from megatron.objective.metric import Metric, MetricSpec, Reduction, StepMetrics, metrics_of
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from megatron.observe.destinations.tensorboard import step_scalars
 from megatron.observe.metrics_file import MetricsFile
 from megatron.observe.names import named
@@ -65,7 +65,7 @@ def outcome_of(sums: Mapping[str, Sequence[float]], routed: Any, gradients: Any 
     for name, spec in SPECS.items():
         metrics.add(*spec.metrics(name, sums[name]))
     if gradients:
-        metrics.add(*GradientFigures.metrics(GRADIENTS, torch.tensor(gradients, dtype=torch.float64), 1, 8))
+        metrics.add(*GradientStats.metrics(GRADIENTS, torch.tensor(gradients, dtype=torch.float64), 1, 8))
     return Outcome(metrics=metrics, sums=routed, **values)
 
 
@@ -95,7 +95,7 @@ class Taker:
 
     def interval(self, metrics: StepMetrics) -> None:
         self.values.append(dict(sorted(named(metrics, "wandb"))))
-        self.short += short.iteration_lines(metrics, Moment(3, 9))
+        self.short += short.iteration_lines(metrics, LogPosition(3, 9))
 
     def close(self) -> None:
         pass

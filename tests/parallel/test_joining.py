@@ -16,7 +16,7 @@ import torch
 
 from megatron.errors import HangError, LaunchError
 from megatron.parallel import joining, messages, processes
-from megatron.parallel.joining import RollCall, close_mesh, open_mesh
+from megatron.parallel.joining import JoinMonitor, close_mesh, open_mesh
 from megatron.parallel.launchers import Ranks
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.processes import ProcessIdentity
@@ -100,15 +100,15 @@ def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.
     waits: list[float] = []
     monkeypatch.setattr(joining.time, "sleep", waits.append)
     ranks = Ranks(1, 4, 0, "node001.invalid", 12345, "srun")
-    calling = RollCall(1, 4, "node001.invalid:12345", 60.0)
-    with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot look up 'node001\.invalid'.*Set MASTER_ADDR"):
+    calling = JoinMonitor(1, 4, "node001.invalid:12345", 60.0)
+    with pytest.raises(LaunchError, match=r"Rank 1 of 4 cannot resolve 'node001\.invalid'.*Set MASTER_ADDR"):
         joining._join(ranks, "gloo", timedelta(minutes=1), calling)
     assert waits == [1, 1]
 
 
 def test_an_unknown_host_given_by_hand_is_warned_of_before_the_wait(capsys: pytest.CaptureFixture[str]) -> None:
     joining._check_address(Ranks(1, 4, 0, "pod-0.invalid", 12345, "environment"))
-    assert "Rank 1 of 4 cannot look up 'pod-0.invalid'" in capsys.readouterr().err
+    assert "Rank 1 of 4 cannot resolve 'pod-0.invalid'" in capsys.readouterr().err
 
 
 def _wait_for_nobody(rank: int) -> str:
@@ -124,7 +124,7 @@ def test_a_rank_that_never_joins_is_named_after_the_timeout() -> None:
     texts = run_ranks(_wait_for_nobody, 3)
     for text in texts[:2]:
         assert text.startswith("rank 2 has not joined the other ranks of 3 at 127.0.0.1:")
-        assert "within 2 s (--distributed-timeout-minutes): stopped, dead or cut off." in text
+        assert "within 2 s (--distributed-timeout-minutes): stopped, crashed or unreachable." in text
 
 
 class BusyStore:
@@ -163,8 +163,8 @@ class BusyStore:
         return self.kept.pop(key, None) is not None
 
 
-def _late(rank: int, size: int, store: BusyStore) -> RollCall:
-    calling = RollCall(rank, size, "node1:1234", 0.0)
+def _late(rank: int, size: int, store: BusyStore) -> JoinMonitor:
+    calling = JoinMonitor(rank, size, "node1:1234", 0.0)
     calling._store = store  # type: ignore[assignment]
     return calling
 
@@ -182,7 +182,7 @@ def test_of_many_ranks_one_finds_who_is_missing_and_the_others_read_it(size: int
     reader = _late(9, size, store)
     assert str(reader.missing()) == str(finder)
     assert store.questions - before <= 8
-    assert 2 * size / reader._look_seconds < BusyStore.RATE
+    assert 2 * size / reader._poll_seconds < BusyStore.RATE
 
 
 def test_of_ranks_that_came_those_that_do_not_answer_are_missing_and_a_later_turn_looks_again(
@@ -224,7 +224,7 @@ def test_a_store_that_does_not_answer_blames_nobody(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ProcessIdentity, "kill", _no_rendezvous)
     missing = _late(3, 64, BusyStore(asking=1, answers=False)).missing()
     assert "rank 3 waited 0 s" in str(missing)
-    assert "which of them are missing is unknown, because the store at node1:1234 does not say" in str(missing)
+    assert "the missing ranks are unknown, because the store at node1:1234 does not reply" in str(missing)
 
 
 def test_rank_0_may_open_a_connection_for_every_rank_before_it_opens_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_rank_0_may_open_a_connection_for_every_rank_before_it_opens_the_store(m
     joining._open_store(ranks, timedelta(minutes=1))
     assert (opened, limit) == ([5024], [5024, 8192])
     joining._open_store(dataclasses.replace(ranks, rank=1, world_size=10_000), timedelta(minutes=1))
-    with pytest.raises(LaunchError, match=r"10,000 ranks meet.*not have the 40,064 files open.*ulimit -Hn 40064"):
+    with pytest.raises(LaunchError, match=r"10,000 ranks.*may not open the 40,064 files.*ulimit -Hn 40064"):
         joining._open_store(dataclasses.replace(ranks, world_size=10_000), timedelta(minutes=1))
     assert len(opened) == 2
 
@@ -252,19 +252,19 @@ def test_a_low_hard_limit_refuses_only_what_does_not_fit(
     monkeypatch.setattr(processes.resource, "getrlimit", lambda _: (64, hard))
     monkeypatch.setattr(processes.resource, "setrlimit", lambda _, limits: None)
     monkeypatch.setattr(joining.dist, "TCPStore", lambda *_, **__: torch.distributed.HashStore())
-    with contextlib.nullcontext() if is_enough else pytest.raises(LaunchError, match="the 72 files open"):
+    with contextlib.nullcontext() if is_enough else pytest.raises(LaunchError, match="open the 72 files"):
         joining._open_store(Ranks(0, 2, 0, "127.0.0.1", 12345, "srun"), timedelta(minutes=1))
 
 
 def test_a_rank_whose_neighbour_answered_and_ended_does_not_wait_for_ever() -> None:
     store = torch.distributed.HashStore()
-    ours, theirs = (RollCall(rank, 2, "node1:1234", 0.3, _no_rendezvous) for rank in range(2))
+    ours, theirs = (JoinMonitor(rank, 2, "node1:1234", 0.3, _no_rendezvous) for rank in range(2))
     store.set(f"{joining._ANSWERED}/1", "yes")  # it looked for a missing rank, found none, and ended
     theirs._store = store
     store.set(f"{joining._FIRST}/1", json.dumps(dataclasses.asdict(ProcessIdentity.own())))
     store.add(joining._FIRST, 1)
     ours.begin(store)
-    with pytest.raises(HangError, match=r"rank 0 waited 0.3 s .* which of them are missing is unknown"):
+    with pytest.raises(HangError, match=r"rank 0 waited 0.3 s .* the missing ranks are unknown"):
         ours.finish()
 
 

@@ -122,6 +122,7 @@ def test_a_failed_rendezvous_names_the_address(program: Path) -> None:
     assert f"rank 0 has not joined the other ranks of 2 at 127.0.0.1:{busy} within " in output
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only: PR_SET_PDEATHSIG")
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed node launcher", "deepspeed"])
 def test_ranks_die_with_their_launcher(program: Path, launcher: str) -> None:

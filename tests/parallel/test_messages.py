@@ -80,7 +80,7 @@ def pass_on(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 def ring_message(axis: Axis) -> Callable[[], object]:
     plan = RingPlan(axis, PartialAttention(1.0), Visibility(), (), None)
-    return plan.send_on(torch.zeros(2)).wait
+    return plan.rotate(torch.zeros(2)).wait
 
 
 def expert_rows(axis: Axis) -> Callable[[], object]:

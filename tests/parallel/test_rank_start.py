@@ -32,7 +32,7 @@ def test_a_launcher_that_ended_meanwhile_is_an_error_that_asks_for_a_requeue(mon
     monkeypatch.setattr(rank_start.os, "getppid", lambda: next(answers))
     monkeypatch.setattr(rank_start.ctypes, "CDLL", lambda *_, **__: type("C", (), {"prctl": lambda *_: 0})())
     with pytest.raises(PeerLostError, match="its parent process was 4711 and is now 1") as caught:
-        rank_start.die_with_launcher()
+        rank_start.bind_to_launcher()
     assert caught.value.exit_code == ExitCode.REQUEUE
 
 
@@ -41,10 +41,10 @@ def test_a_process_that_adopts_orphans_is_no_launcher(monkeypatch: pytest.Monkey
     own, name = os.getpid(), Path("/proc/self/comm").read_text().strip()
     assert not rank_start._is_adopter(own)
     monkeypatch.setattr(rank_start, "_ADOPTERS", (name,))
-    monkeypatch.setattr(rank_start, "_LAUNCHER_WORDS", ())
+    monkeypatch.setattr(rank_start, "_LAUNCHER_MARKS", ())
     assert rank_start._is_adopter(own)
     words = Path("/proc/self/cmdline").read_bytes().decode().split("\0")
-    monkeypatch.setattr(rank_start, "_LAUNCHER_WORDS", (words[0].lower(),))
+    monkeypatch.setattr(rank_start, "_LAUNCHER_MARKS", (words[0].lower(),))
     assert not rank_start._is_adopter(own)
 
 

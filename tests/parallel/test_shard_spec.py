@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron.errors import ConfigError
 from megatron.parallel.mesh import Axis, AxisSize, ParallelMesh, standard_axes
-from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place, shard_spec_of
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, check_divisible, shard_spec_of
 
 
 def axis(rank: int, size: int, name: str = "tp") -> Axis:
@@ -61,13 +61,13 @@ def test_replicated_parameters_are_counted_on_the_first_rank_of_each_axis() -> N
 
 def test_a_parameter_has_its_spec() -> None:
     spec = ShardSpec((Dimension("heads", 2), Dimension("qkv", 3), Dimension("size", 4)), is_matrix=True)
-    parameter = place(nn.Parameter(torch.zeros(6, 4)), spec)  # merged dimensions
+    parameter = annotate(nn.Parameter(torch.zeros(6, 4)), spec)  # merged dimensions
     assert shard_spec_of(parameter) is spec
     plain = shard_spec_of(torch.zeros(3, 5))
     assert (plain.shape, plain.is_matrix, plain.split_axes) == ((3, 5), True, ())
     assert not shard_spec_of(torch.zeros(3)).is_matrix
     with pytest.raises(ConfigError, match=r"shape \[5, 4\] cannot be the local part \[2, 3, 4\]"):
-        place(nn.Parameter(torch.zeros(5, 4)), spec)
+        annotate(nn.Parameter(torch.zeros(5, 4)), spec)
 
 
 def test_uneven_splits_are_rejected() -> None:

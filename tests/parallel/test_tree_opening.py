@@ -92,7 +92,7 @@ def test_a_rank_has_a_socket_for_few_others() -> None:
     counts = run_ranks(_opened, size, size)
     for rank, opened in enumerate(counts):
         in_trees = 2 * (len(children_of(rank, size)) + (rank > 0))
-        of_store = joining._CONNECTIONS_OF_A_RANK * (size if rank == 0 else 1)
+        of_store = joining._CONNECTIONS_PER_RANK * (size if rank == 0 else 1)
         late = max(0, opened["control_and_background_messages"])  # accepted after the others had counted theirs
         assert opened["joining"] > 0 and opened["joining"] + late <= in_trees + of_store
         assert 0 < opened["gradients_over_gloo"] <= 1 + math.ceil(math.log2(size))

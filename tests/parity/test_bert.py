@@ -78,6 +78,7 @@ def expected() -> dict[str, list[tuple[float, float, float]]]:
     }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("layout", "stages", "extra"),
     [
@@ -120,6 +121,7 @@ def train_and_resume(rank: int, corpus: TinySentences) -> None:
         assert pretrain_bert.main(flags) == 0
 
 
+@pytest.mark.full
 def test_a_run_resumes_bit_for_bit_and_in_other_layouts(tmp_path: Path) -> None:
     corpus = write_tiny_sentences(tmp_path)
     run_ranks(train_and_resume, 2, corpus)

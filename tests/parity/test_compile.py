@@ -49,6 +49,7 @@ def check(both: list[tuple[Curves, Curves]]) -> None:
                 assert other == pytest.approx(one, rel=LARGEST_RATIO)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "stages", "extra"),
     [
@@ -65,6 +66,7 @@ def test_layouts(layout: tuple[int, int, int], stages: list[int], extra: list[st
         check(both)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(TRACED, ["neox", "gemma2"]))
 def test_forms_of_blocks(name: str) -> None:
     has_sinks = "--softmax-type" in SWITCHES[name]  # whose attention has no dropout

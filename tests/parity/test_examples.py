@@ -210,6 +210,7 @@ def test_every_packed_example_counts_the_same_with_loss_mean_samples(one_process
     assert abs(curves["alone, samples"][0][1] / curves["alone"][0][1] - 1) > 1e-3, "other gradients than of all tokens"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("layout", "stage"), LAYOUTS, ids=[f"{layout_name(one)}-zero{stage}" for one, stage in LAYOUTS]
 )

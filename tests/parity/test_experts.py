@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint import load, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, expert_tokens
 from megatron.observe.routing import layers_of_step, routing_metrics
 from megatron.parallel.joining import open_mesh
@@ -76,7 +76,7 @@ def train_and_save(
 def load_and_train(rank: int, layout: tuple[int, int, int], stage: int, folder: str) -> Curve:
     config = layout_config(RECIPE, layout, stage, FLAGS)
     engine = build_engine(config, open_mesh(config.parallel))
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
     refresh_weights(engine, record["updates"])
     return train(engine, config, SAVED_AFTER, RECIPE.steps)
 
@@ -115,6 +115,7 @@ def test_one_process_reports_its_routing(plain: Curve) -> None:
     assert plain[-1]["loss"] < plain[0]["loss"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_like_one_process(name: str, plain: Curve, folder: Path) -> None:
     layout, stages, extra = LAYOUTS[name]

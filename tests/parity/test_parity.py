@@ -38,6 +38,7 @@ def test_the_parity_recipe_exercises_all_features(reference):
     assert max(norms) > RECIPE.clip, "clipping must be active"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, KEPT), ids=layout_name)
 def test_fp32_layout_equals_reference(layout, reference):
     tp, pp, dp = layout
@@ -71,6 +72,7 @@ def train_recipes(rank, layout, extra):
     }
 
 
+@pytest.mark.full
 def test_other_losses_and_learning_rates_equal_reference():
     fp32, bf16 = (run_ranks(train_recipes, 2, (2, 1, 1), extra)[0] for extra in ([], ["--bf16"]))
     for name, (recipe, flags) in RECIPES.items():

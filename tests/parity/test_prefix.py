@@ -233,6 +233,7 @@ def expected(small_pairs: Any) -> dict[str, list[tuple[float, float]]]:
     return {name: plain_curve(name, *small_pairs) for name in VARIANTS}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("layout", "stage", "extra"),
     [

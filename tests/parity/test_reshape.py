@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import load, read_tensors, save
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
@@ -69,7 +69,7 @@ def load_and_train(rank, layout, stage, extra, folder):
     config = layout_config(RECIPE, layout, stage, extra)
     mesh = open_mesh(config.parallel)
     engine = build_engine(config, mesh)
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), mesh)
     refresh_weights(engine, record["updates"])
     curve = []
     for step in range(SAVED_AFTER, RECIPE.steps):
@@ -104,6 +104,7 @@ def saved(tmp_path_factory):
     return make
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_and_moment_is_yielded_once(name, saved):
     _, _, covered = saved(name)
@@ -113,6 +114,7 @@ def test_every_parameter_and_moment_is_yielded_once(name, saved):
         assert kinds == dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), int(np.prod(shapes[parameter]))), parameter
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["plain-zero1", "dp2-zero2", "dp2-zero3", "tp2pp2-zero1", "pp2dp2-zero1"])
 def test_bf16_stores_masters_and_both_moments(name, saved):
     _, _, covered = saved(name, ("--bf16",))
@@ -126,6 +128,7 @@ def test_bf16_stores_masters_and_both_moments(name, saved):
 STORED_RATIO = 2.0e-4
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_all_layouts_store_the_same_tensors(name, saved):
     folder, _, _ = saved(name)
@@ -178,6 +181,7 @@ def test_a_bias_of_keys_changes_no_logit(saved):
     assert (forward(weights, tokens, RECIPE) - before).abs().max() > 1e-3 * before.abs().max()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("flags", [(), ("--bf16",)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["plain-zero1", "dp2-zero3", "tp2pp2-zero1", "pp2dp2-zero1"])
 def test_same_layout_resumes_bit_exactly(name, flags, saved):
@@ -200,6 +204,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: name)
 def test_another_layout_continues_identically(source, target, saved):
     folder, curve, _ = saved(source)
@@ -235,6 +240,7 @@ SCALED_LEARNING_RATES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("flags", [[], ["--bf16"]], ids=["fp32", "bf16"])
 def test_optimizer_groups_of_a_middle_stage_load_anywhere(flags, tmp_path):
     flags = [*SCALED_LEARNING_RATES, *flags]

@@ -24,7 +24,7 @@ from megatron.config import RunConfig
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.optimizers.plans import plan_of
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.model.interface.layer_cost import LayerCost
 from megatron.model.interface.network import LayerKind, LayerSpec
 from megatron.model.interface.step_context import StepContext, StepSettings
@@ -32,7 +32,7 @@ from megatron.objective.base import ObjectiveResult
 from megatron.objective.metric import MetricSpec
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import AxisSize, ParallelMesh, build_mesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 from megatron.parallel.tensor.norms import LayerNorm
 from tests.helpers.ranks import run_ranks
@@ -94,8 +94,8 @@ class ToyInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         spec = ShardSpec((Dimension("out", WIDTH), Dimension("in", WIDTH)), is_matrix=True, init_std=0.4)
-        self.weight = place(nn.Parameter(torch.zeros(WIDTH, WIDTH)), spec)
-        self.bias = place(nn.Parameter(torch.zeros(WIDTH)), ShardSpec.vector(WIDTH))
+        self.weight = annotate(nn.Parameter(torch.zeros(WIDTH, WIDTH)), spec)
+        self.bias = annotate(nn.Parameter(torch.zeros(WIDTH)), ShardSpec.vector(WIDTH))
 
     def forward(self, vectors: torch.Tensor, context: StepContext) -> torch.Tensor:
         return F.linear(vectors, self.weight, self.bias)
@@ -111,8 +111,8 @@ class ToyExperts(nn.Module):
         into = ShardSpec((experts, inner, Dimension("hidden", WIDTH)), is_matrix=True, init_std=0.3)
         back = ShardSpec((experts, Dimension("hidden", WIDTH), inner), is_matrix=True, init_std=0.2)
         self.norm = LayerNorm(WIDTH, 1e-5)
-        self.weight_in = place(nn.Parameter(torch.zeros(into.local_shape)), into)
-        self.weight_out = place(nn.Parameter(torch.zeros(back.local_shape)), back)
+        self.weight_in = annotate(nn.Parameter(torch.zeros(into.local_shape)), into)
+        self.weight_out = annotate(nn.Parameter(torch.zeros(back.local_shape)), back)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         loss = BALANCE * hidden.square().mean()
@@ -129,7 +129,7 @@ class ToyHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         spec = ShardSpec((Dimension("out", 1), Dimension("in", WIDTH)), is_matrix=True, init_std=0.4)
-        self.weight = place(nn.Parameter(torch.zeros(1, WIDTH)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(1, WIDTH)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         return F.linear(hidden, self.weight)
@@ -190,7 +190,7 @@ def train_and_save(rank: int, name: str, folder: str) -> list[tuple[float, ...]]
 
 def load_and_train(rank: int, name: str, folder: str) -> list[tuple[float, ...]]:
     engine = toy_engine(name)
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
     refresh_weights(engine, record["updates"])
     return train(engine, SAVED_AFTER, RECIPE.steps)
 
@@ -227,6 +227,7 @@ def test_the_toy_learns_and_is_clipped(plain: list[tuple[float, ...]]) -> None:
     assert 0 < plain[-1][2] < RECIPE.global_batch_size * 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "plain"])
 def test_every_layout_trains_like_one_process_and_its_checkpoint_loads_elsewhere(
     name: str, plain: list[tuple[float, ...]], folder: Path

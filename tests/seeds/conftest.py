@@ -1,4 +1,4 @@
-"""What several scenarios ask about and is made once: a fine-tuned network, and what the pages' blocks leave behind."""
+"""Runs that several tests share: a fine-tuned network, HelloDeepSpeed's runs, and the executed pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import train
 from tests.seeds.hello_deepspeed.runs import Alone, experiments, run_alone, write_text
 from tests.seeds.turkish_gpt2.guide import Guide, follow_the_page
-from tests.seeds.turkish_gpt2.layout_runs import LayoutRuns, run_layouts
 from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, train_byte_level
 
 DSGPT2_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", "<sys>", "<usr>")
@@ -73,12 +72,6 @@ class FineTuning:
 def turkish(tmp_path_factory: pytest.TempPathFactory) -> Guide:
     """What the page on Turkish GPT-2 left behind when all of its blocks had run."""
     return follow_the_page(tmp_path_factory.mktemp("turkish"))
-
-
-@pytest.fixture(scope="session")
-def layout_runs(tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
-    """The same run in eight layouts."""
-    return run_layouts(tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.fixture(scope="session")

@@ -33,4 +33,4 @@ def test_a_build_says_what_comes_next(
 def test_the_blocks_of_the_page_are_those_that_tests_run() -> None:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "kernels.md").read_text("utf-8"), re.DOTALL)
     # The first is what the fixture of tests/kernels does, the second are tests themselves.
-    assert blocks == ["python tools/build_kernels.py\n", "python -m pytest tests/kernels/simt\n"]
+    assert blocks == ["python tools/build_kernels.py\n", "python -m pytest tests/kernels/emulator\n"]

@@ -54,7 +54,7 @@ def test_commands(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     said = capfd.readouterr()
     assert "/help is not a command. There are /reset, /system TEXT and /quit; //help asks that." in said.err
     assert "starts over, with instructions" in said.err
-    assert "dsgpt2 knows no system messages" in said.err and not said.out  # refused, and the next line goes on
+    assert "dsgpt2 has no system messages" in said.err and not said.out  # refused, and the next line goes on
     talk(checkpoints, monkeypatch, "/system Be kind.", "Hello", flags=("--chat-template", "plain"))
     assert capfd.readouterr().out.count("\n") == 1
 
@@ -101,7 +101,7 @@ def test_commands_take_what_they_take_and_a_question_may_begin_with_a_slash(
 def test_a_bias_beyond_the_vocabulary_is_refused_before_a_question(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="--logit-bias has token 800000, and the tokenizer's ids are 0 to"):
+    with pytest.raises(ConfigError, match="--logit-bias has token 800000, but the tokenizer's ids are 0 to"):
         talk(checkpoints, monkeypatch, flags=("--logit-bias", "1=2", "800000=5"))
 
 

@@ -12,9 +12,9 @@ from megatron.checkpoint import CheckpointLock, verify
 from megatron.checkpoint.storage import DISK, Storage, write_file
 from megatron.errors import CheckpointError, ConfigError, LaunchError, StorageError
 from megatron.train.restarts.identity import RunIdentity, read_identity, write_identity
-from tests.checkpoint.keeping.checkpoints import MESH, OTHER_RUN, RUN, hidden, save_step, steps
 from tests.checkpoint.made.fake_pieces import make_state
 from tests.checkpoint.made.stored import save_checkpoint
+from tests.checkpoint.retention.checkpoints import MESH, OTHER_RUN, RUN, hidden, save_step, steps
 from tools import checkpoints
 
 
@@ -53,12 +53,12 @@ def test_folders_without_checkpoints_are_distinguished(tmp_path: Path, capsys: p
     assert checkpoints.main(["list", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no checkpoint\n"
     (tmp_path / "global_step10\x1b[31m").mkdir()
-    with pytest.raises(CheckpointError, match=r"something like one: 'global_step10\\x1b\[31m'"):
+    with pytest.raises(CheckpointError, match=r"files that look like another's: 'global_step10\\x1b\[31m'"):
         checkpoints.main(["list", str(tmp_path)])
     with pytest.raises(StorageError, match=r"cannot list .*nowhere: No such file"):
         checkpoints.main(["list", str(tmp_path / "nowhere")])
     for words in (["verify"], ["prune", "--keep-last", "1"], ["copy", "--save", str(tmp_path / "copies")]):
-        with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nowhere. Give a folder to which a run"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere. Use the folder of a run"):
             checkpoints.main([words[0], "--load", str(tmp_path / "nowhere"), *words[1:]])
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "copies").exists()
 
@@ -79,7 +79,7 @@ def test_every_byte_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[st
     told = rf"error: {tmp_path}/iter_0000002/pieces_00000.safetensors is damaged between bytes \d+ and \d+"
     assert re.search(told, output.err)
     assert checkpoints.main(["verify", str(tmp_path), "--steps", "2"]) == 74
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 4, 5. It holds these steps: 1, 2, 3\."):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 4, 5. It has these steps: 1, 2, 3\."):
         checkpoints.main(["verify", str(tmp_path), "--steps", "4", "1", "5"])
     with pytest.raises(ConfigError, match="--all verifies every checkpoint, --steps only some"):
         checkpoints.main(["verify", str(tmp_path), "--all", "--steps", "1"])
@@ -102,7 +102,7 @@ def test_what_need_not_be_kept_is_deleted(tmp_path: Path, capsys: pytest.Capture
     assert checkpoints.main(words) == 0
     output = capsys.readouterr()
     assert output.out.count("deleted ") == 3  # the one that a dead save had moved aside, too
-    assert f"iter_0000009 is of another run ({OTHER_RUN}) and is not deleted" in output.err
+    assert f"iter_0000009 belongs to another run ({OTHER_RUN}) and is not deleted" in output.err
     assert steps(tmp_path) == [3, 4, 6, 7, 9] and not hidden(tmp_path)
     assert checkpoints.main(words) == 0
     assert capsys.readouterr().out == "every checkpoint is kept\n"
@@ -130,7 +130,7 @@ def test_nothing_is_deleted_for_a_newest_one_that_is_damaged(tmp_path: Path) -> 
     assert checkpoints.main(["prune", str(tmp_path), "--keep-last", "1"]) == 0
     assert steps(tmp_path) == [2, 3]
     damage(tmp_path / "iter_0000002")
-    with pytest.raises(CheckpointError, match="is whole and of its run, so none is deleted"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint of this run in .*, so none is deleted"):
         checkpoints.main(["prune", str(tmp_path), "--keep-last", "1"])
     with pytest.raises(CheckpointError, match=r"iter_0000002 is one checkpoint. Give the folder that holds it"):
         checkpoints.main(["prune", str(tmp_path / "iter_0000002"), "--keep-last", "1"])
@@ -205,7 +205,7 @@ def test_a_copy_replaces_and_mixes_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"pieces_00000.safetensors is damaged between bytes \d+ and \d+"):
         checkpoints.main(["copy", str(source), str(tmp_path / "new")])
     assert steps(tmp_path / "new") == [] and steps(tmp_path / "foreign") == [5]
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 8. It holds these steps: 3\."):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 8. It has these steps: 3\."):
         checkpoints.main(["copy", str(tmp_path / "run"), str(target), "--step", "8"])
 
 

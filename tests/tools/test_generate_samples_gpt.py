@@ -203,7 +203,7 @@ def test_beams_are_written_best_first(checkpoints: Path, prompt_file: Path, tmp_
 
 
 def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
-    with pytest.raises(ConfigError, match="--num-layers 24 is given, but the checkpoint holds a network with 2"):
+    with pytest.raises(ConfigError, match="--num-layers 24 contradicts the checkpoint, whose network has 2"):
         generate_samples_gpt.main(["--load", str(checkpoints), "--num-layers", "24"])
 
 
@@ -214,7 +214,7 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
         (["--genfile", "a"], "--genfile a is for --num-samples"),
         (["--num-samples", "3", "--genfile", "a", "--sample-input-file", "b"], "Give one of them"),
         (["--temperature", "-1"], "--temperature -1.0 is out of range"),
-        (["--logit-bias", "x=1"], "--logit-bias x=1 is not a token id and a bias"),
+        (["--logit-bias", "x=1"], "--logit-bias x=1 is invalid. Expected a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
         (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Give --num-samples 6 instead"),
         (["--num-return-sequences", "0"], "--num-return-sequences 0 is out of range"),
@@ -282,7 +282,7 @@ def test_a_refused_request_leaves_the_older_file(checkpoints: Path, prompt_file:
     output = prompt_file.with_name("prompts.txt.out")
     output.write_text("older")
     argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--logit-bias", "7=1", "8000=5"]
-    with pytest.raises(ConfigError, match="--logit-bias has token 8000, and the tokenizer's ids are 0 to"):
+    with pytest.raises(ConfigError, match="--logit-bias has token 8000, but the tokenizer's ids are 0 to"):
         generate_samples_gpt.main(argv)
     assert output.read_text() == "older" and len(list(prompt_file.parent.iterdir())) == 2
 

@@ -39,7 +39,7 @@ def post(address: str, values: dict[str, Any]) -> dict[str, Any]:
         (("--load", "x", "--port", "70000"), "--port 70000 is out of range"),
         (("--load", "x", "--cors-origin", "example.org"), "--cors-origin example.org is not an origin"),
         (("--load", "x", "--max-queue", "3"), "--max-choices 64 exceeds --max-queue 3"),
-        (("--load", "x", "--logit-bias", "a"), "--logit-bias a is not a token id and a bias"),
+        (("--load", "x", "--logit-bias", "a"), "--logit-bias a is invalid. Expected a token id and a bias"),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_starts(flags: tuple[str, ...], says: str) -> None:

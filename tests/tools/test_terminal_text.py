@@ -37,7 +37,7 @@ def generated() -> None:
 
 def answered() -> None:
     """In pieces, each of which is harmless alone."""
-    conversation = SimpleNamespace(answer=lambda question, stops: iter(LADEN), left_out=0, was_cut=False)
+    conversation = SimpleNamespace(answer=lambda question, stops: iter(LADEN), dropped=0, was_cut=False)
     chat._answer(cast(Any, conversation), "question")
 
 

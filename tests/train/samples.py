@@ -67,7 +67,7 @@ class Outcome:
     sample_count: int = 8
     skipped: bool = False
     is_spike: bool = False
-    bad_in_a_row: int = 0
+    consecutive_bad: int = 0
     loss_scale: float = 1.0
     metrics: StepMetrics = field(default_factory=StepMetrics)
     sums: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -96,7 +96,7 @@ class FakeRun:
         self.validated_step: int | None = None
         self.mesh = ParallelMesh.single()
         self.waits: list[dict[str, Any]] = []
-        self.gate = SimpleNamespace(has_open_row=False)
+        self.gate = SimpleNamespace(in_bad_streak=False)
         self.engine = SimpleNamespace(train_batch=self._train, gate=self.gate, update_count=0)
         self.next_length = 10
         self.report = SimpleNamespace(
@@ -286,7 +286,7 @@ def test_a_skipped_step_is_counted_and_consumes_its_samples() -> None:
 
 
 def test_a_bad_step_ends_the_run_unsaved() -> None:
-    run = FakeRun(outcome=Outcome(loss=math.nan, bad_in_a_row=1), save="checkpoints", save_interval=1)
+    run = FakeRun(outcome=Outcome(loss=math.nan, consecutive_bad=1), save="checkpoints", save_interval=1)
     with pytest.raises(NumericsError, match="iteration 1: loss nan"):
         run_to_end(run)
     assert run.events == [("started", 0), *one_step(1)]
@@ -295,11 +295,11 @@ def test_a_bad_step_ends_the_run_unsaved() -> None:
 def test_a_save_waits_for_a_good_step() -> None:
     run = FakeRun(train_iters=4, save="checkpoints", save_interval=2, eval_interval=100)
     run.config.safety = SafetyConfig(max_bad_steps=1)
-    outcomes = iter([Outcome(), Outcome(loss=math.nan, bad_in_a_row=1), Outcome(), Outcome()])
+    outcomes = iter([Outcome(), Outcome(loss=math.nan, consecutive_bad=1), Outcome(), Outcome()])
 
     def train_batch(*given: Any) -> Outcome:
         outcome = next(outcomes)
-        run.gate.has_open_row = outcome.bad_in_a_row > 0
+        run.gate.in_bad_streak = outcome.consecutive_bad > 0
         return outcome
 
     run.engine.train_batch = train_batch
@@ -329,7 +329,7 @@ def test_pending_metrics_are_reported_one_step_later_but_before_saving() -> None
 
 def test_a_non_finite_pending_step_is_detected_before_the_save() -> None:
     run = FakeRun(
-        outcome=Outcome(loss=math.nan, bad_in_a_row=1), save="checkpoints", save_interval=1, eval_interval=100
+        outcome=Outcome(loss=math.nan, consecutive_bad=1), save="checkpoints", save_interval=1, eval_interval=100
     )
     run.stopping.steps_in_flight = 1
     with pytest.raises(NumericsError, match="iteration 1: loss nan"):

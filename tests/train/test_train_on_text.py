@@ -11,8 +11,8 @@ from train_on_text import OwnTextFlags
 
 
 def read(*words: str) -> tuple[OwnTextFlags, RunRequest]:
-    own, rest = read_program(OwnTextFlags, words, "train_on_text.py", "Trains.", unnamed="--text")
-    return own, parse(["--model-preset", "laptop", *own.words(), *rest], program=own.program)
+    own, rest = read_program(OwnTextFlags, words, "train_on_text.py", "Trains.", positional="--text")
+    return own, parse(["--model-preset", "laptop", *own.trainer_arguments(), *rest], program=own.program)
 
 
 def test_a_text_alone_is_enough() -> None:

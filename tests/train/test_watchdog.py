@@ -89,8 +89,8 @@ def test_a_verdict_is_shown_with_its_rank(
     monkeypatch.setattr(log._OUTPUT, "rank", 0)
     watch = Watch()
     watch.report_folder = tmp_path
-    watch.speak(RunEnd(76, 3, "rank 3 hangs", stacks="stacks of all"))
+    watch.show(RunEnd(76, 3, "rank 3 hangs", stacks="stacks of all"))
     shown = capsys.readouterr().err
     assert shown == f"[rank 3] error: rank 3 hangs\nThe stacks of all ranks are in {tmp_path}/hang-1.txt.\n"
-    watch.speak(RunEnd(65, 2, "bad data"))
+    watch.show(RunEnd(65, 2, "bad data"))
     assert capsys.readouterr().err == "[rank 2] error: bad data\n"

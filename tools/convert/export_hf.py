@@ -46,14 +46,14 @@ class ExportFlags(ConfigSection):
         None,
         "folder of the tokenizer, if the checkpoint's has moved",
         spelled=("--tokenizer-model",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     vocab_file: str | None = flag(None, "vocabulary file, if the checkpoint's has moved", path=PathUse.SMALL_FILE)
     merge_file: str | None = flag(None, "byte-pair merges, if the checkpoint's have moved", path=PathUse.SMALL_FILE)
     chat_template: str | None = flag(
         None,
         "chat template to write: a name or a file; the one the model was tuned with if unset",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     averaged_weights: bool = flag(
         False,

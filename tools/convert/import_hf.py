@@ -31,7 +31,7 @@ class ImportFlags(ConfigSection):
         None,
         "folder of a tokenizer to use in place of the directory's",
         spelled=("--tokenizer-model",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     no_tokenizer: bool = flag(False, "import the weights alone; training then needs a tokenizer")
     proof_layers: int | None = flag(
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv,
         prog="import_hf.py",
         description=__doc__ or "",
-        unnamed="--model",
+        positional="--model",
     )
 
     from trident.convert.hugging_face.importing import ModelImportRequest, import_model

@@ -30,7 +30,7 @@ class ImportFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     checkpoint: str = flag(
-        help="folder of a checkpoint, or of several; the flag's name may be left out", path=PathUse.PLACE
+        help="folder of a checkpoint, or of several; the flag's name may be left out", path=PathUse.FILE_OR_FOLDER
     )
     save: str = flag(help="folder of checkpoints to make; it must not exist", path=PathUse.FOLDER)
     tokenizer_type: str = required_tokenizer_type()
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv,
         prog="import_megatron.py",
         description=__doc__ or "",
-        unnamed="--checkpoint",
+        positional="--checkpoint",
     )
 
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer

@@ -44,7 +44,9 @@ class CheckFlags(TokenizerFileFlags):
 
 def main() -> int:
     """Runs the checks and returns the exit code."""
-    flags = parse_flags(CheckFlags, sys.argv[1:], prog="check_data.py", description=__doc__ or "", unnamed="--prefixes")
+    flags = parse_flags(
+        CheckFlags, sys.argv[1:], prog="check_data.py", description=__doc__ or "", positional="--prefixes"
+    )
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags)) if flags.tokenizer_type else None

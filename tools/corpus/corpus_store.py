@@ -152,8 +152,8 @@ def main() -> int:
     section = _COMMANDS.get(command)
     if section is None:
         raise ConfigError(f"corpus_store.py: the command {command!r} is unknown. Use one of: {', '.join(_COMMANDS)}.")
-    unnamed = "--input" if section is ImportFlags else None
-    flags = parse_flags(section, words, f"corpus_store.py {command}", __doc__ or "", unnamed=unnamed)
+    positional = "--input" if section is ImportFlags else None
+    flags = parse_flags(section, words, f"corpus_store.py {command}", __doc__ or "", positional=positional)
     if isinstance(flags, ImportFlags):
         return _import(flags)
     if isinstance(flags, BenchFlags):

@@ -48,7 +48,7 @@ class FeaturizeFlags(TokenizerFileFlags):
         path=PathUse.CORPUS,
     )
     dataset_name: str | None = flag(
-        None, "dataset of the datasets library: a hub name, or a local folder", path=PathUse.PLACE
+        None, "dataset of the datasets library: a hub name, or a local folder", path=PathUse.FILE_OR_FOLDER
     )
     dataset_sub_name: str | None = flag(None, "configuration of --dataset-name")
     dataset_split_type: str = flag("train", "split of --dataset-name")

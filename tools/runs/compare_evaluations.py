@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv,
         prog="compare_evaluations.py",
         description=__doc__ or "",
-        unnamed="--results",
+        positional="--results",
     )
 
     from megatron.files.replacing import write_atomically

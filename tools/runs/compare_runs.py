@@ -26,7 +26,7 @@ class CompareFlags(ConfigSection):
     runs: tuple[str, ...] = flag(
         help="one or two run directories or metrics.jsonl; the flag's name may be left out",
         nargs="+",
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     after: int = flag(0, "compare only steps after this one, normally the last saved step", at_least=0)
     tolerance: float = flag(1e-6, "largest relative difference of a loss", at_least=0)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         CompareFlags,
         sys.argv[1:] if argv is None else argv,
         description="Compares the logged steps of two runs.",
-        unnamed="--runs",
+        positional="--runs",
     )
 
     from trident.dashboard.curves.run_pair import pair_up, read_pair, table, verdict

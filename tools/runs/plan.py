@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron import process_exit
 from megatron.config import PathUse, flag
-from megatron.config.program_flags import ProgramFlags, read_program, words_of
+from megatron.config.program_flags import ProgramFlags, arguments_of, read_program
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, is_schedule_file
 
 
@@ -42,11 +42,11 @@ class PlanFlags(ProgramFlags):
     csv: str | None = flag(None, "CSV file to write the schedule to, for --pipeline-schedule", path=PathUse.NEW_FILE)
     devices: int | None = flag(None, "devices to plan a run for", at_least=1, at_most=1_048_576)
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The flags of a plan that the trainer has as well."""
         names = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "pipeline_schedule")
         given = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names if name in self.given}
-        return words_of({**given, "--planned-devices": self.devices})
+        return arguments_of({**given, "--planned-devices": self.devices})
 
     def problems(self) -> Iterator[str]:
         for name, path in (("--draw", self.draw), ("--csv", self.csv)):
@@ -64,10 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.config.run_sections import DEFAULT
     from trident.plan.requests import request_lines
 
-    provenance = read_flags([*flags.words(), *others]).run.provenance
+    provenance = read_flags([*flags.trainer_arguments(), *others]).run.provenance
     is_chosen = any(provenance[f"precision.{name}"] != DEFAULT for name in ("fp16", "bf16"))
     precision = [] if is_chosen else ["--bf16"]
-    trainer = [*precision, *flags.words(), *others]
+    trainer = [*precision, *flags.trainer_arguments(), *others]
     for line in request_lines(trainer, ["pretrain_gpt.py", *precision, *others]):
         print(line)
     return 0

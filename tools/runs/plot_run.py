@@ -35,7 +35,9 @@ class PlotFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(
-        help="run directories or their metrics.jsonl; the flag's name may be left out", nargs="+", path=PathUse.PLACE
+        help="run directories or their metrics.jsonl; the flag's name may be left out",
+        nargs="+",
+        path=PathUse.FILE_OR_FOLDER,
     )
     output: str | None = flag(
         None, "image to write; the extension (.png, .svg, .pdf) determines the format", path=PathUse.NEW_FILE
@@ -87,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         PlotFlags,
         sys.argv[1:] if argv is None else argv,
         description=__doc__ or "",
-        unnamed="--runs",
+        positional="--runs",
     )
 
     from trident.dashboard.curves.image import check_plot_path, draw_plot, write_plot

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.argv[1:] if argv is None else argv,
         prog="sync_run.py",
         description=__doc__ or "",
-        unnamed="--run",
+        positional="--run",
     )
     for _ in _turns(flags.every_seconds):
         try:

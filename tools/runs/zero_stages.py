@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron import device
 from megatron.config import Machine, TokenizerFacts, parse, resolve
-from megatron.config.program_flags import words_of
+from megatron.config.program_flags import arguments_of
 from megatron.data.loader import Batch
 from megatron.engine.engine import Engine
 from megatron.engine.memory.closed_form import Amounts
@@ -184,7 +184,7 @@ def _words(run: TableRun, cell: Cell) -> list[str]:
     precision = [] if run.dtype == "fp32" else [f"--{run.dtype}"]
     files = ["--data-path", "none", "--vocab-file", "none", "--merge-file", "none"]  # nothing is read
     fixed = ["--lr", "1e-3", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    return [*words_of(sizes), *precision, *files, *fixed]
+    return [*arguments_of(sizes), *precision, *files, *fixed]
 
 
 def _batch(run: TableRun, rank: int) -> Batch:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.keeping.copying import point_to_newest
 from megatron.checkpoint.lock import CheckpointLock
 from megatron.checkpoint.publish import sweep_at_start
 from megatron.checkpoint.record import Record
 from megatron.checkpoint.recovery import OpenCheckpoint, find
+from megatron.checkpoint.retention.copying import point_to_newest
 from megatron.checkpoint.saving import write_snapshot
 from megatron.checkpoint.snapshot import Snapshot
 from megatron.checkpoint.storage import DISK

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.keeping.summaries import ManifestSummaries, ManifestSummary
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step
 from megatron.checkpoint.publish import unfinished_in
+from megatron.checkpoint.retention.summaries import ManifestSummaries, ManifestSummary
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, DamagedError, StorageError
 

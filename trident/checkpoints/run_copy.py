@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from megatron.checkpoint.keeping.summaries import steps_in
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest, stored_digest
 from megatron.checkpoint.manifests.contents import Manifest
 from megatron.checkpoint.publish import ASIDE_PREFIX, HINT_NAME, TEMPORARY_PREFIX
 from megatron.checkpoint.record import run_id_of
+from megatron.checkpoint.retention.summaries import steps_in
 from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from megatron.files.plain import open_plain, parse_json, read_plain, sha256_of

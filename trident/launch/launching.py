@@ -76,7 +76,7 @@ _PORT = 29500  # torch's default; shown by --dry-run, which looks for no free po
 
 # Programs with the trainer's command line, and the settings that each fixes.
 _TRAINERS: Mapping[str, Program] = MappingProxyType(
-    {"pretrain_gpt.py": NO_PROGRAM, "pretrain_prefix_lm.py": Program(decided={"loss.objective": "prefix"})}
+    {"pretrain_gpt.py": NO_PROGRAM, "pretrain_prefix_lm.py": Program(fixed={"loss.objective": "prefix"})}
 )
 
 

@@ -1,7 +1,7 @@
-"""Who may use the server: a bearer token, and the web pages that a browser may send requests for.
+"""Access control: a bearer token, and the origins and hosts that the server accepts.
 
-A browser lets any page send requests to this machine's own addresses, and a page can give its own name such an address.
-So a request that says it comes from another page is refused, and so is one for another host than the server's.
+A browser lets any page send requests to this machine's own addresses, and DNS rebinding gives a page's own name such an
+address. So requests with a foreign Origin or a foreign Host header are refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from trident.serve.requests.refusals import Refusal
 
 TOKEN_VARIABLE = "MEGATRON_SERVE_TOKEN"
 ANY_ORIGIN = "*"
-_FEWEST_LETTERS = 16
-_MOST_LETTERS = 4096
+_MIN_LETTERS = 16
+_MAX_LETTERS = 4096
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -30,10 +30,10 @@ class Access:
     """Checks requests before anything else is done for them.
 
     Args:
-        token: must be sent with every request, except for `open_paths`; None asks for none.
-        origins: of other web pages that may send requests; `*` allows all.
-        hosts: names by which the server may be addressed; None allows all.
-        open_paths: need no token, and may be opened by a link on another page.
+        token: required with every request, except for `open_paths`; None requires none.
+        origins: other web origins that may send requests; `*` allows all.
+        hosts: accepted names in the Host header; None accepts all.
+        open_paths: paths that need no token, and that a link on another page may open.
     """
 
     token: SecretText | None = None
@@ -45,20 +45,20 @@ class Access:
         """Checks one request.
 
         Args:
-            headers: of the request, by names in lower case.
+            headers: keyed by lower-case name.
 
         Raises:
-            Refusal: it is for another host, from another page, or without the token.
+            Refusal: a foreign host or origin, or no valid token.
         """
         self._check_host(headers.get("host"))
         self._check_origin(path, headers)
         if self.token is not None and path not in self.open_paths:
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(given.strip().encode(), self.token.reveal().encode())
-            if kind.lower() != "bearer" or not is_right:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            is_valid = hmac.compare_digest(token.strip().encode(), self.token.reveal().encode())
+            if scheme.lower() != "bearer" or not is_valid:
                 raise Refusal(
                     401,
-                    "This server wants a token: send the header Authorization: Bearer TOKEN.",
+                    "This server requires a token: send the header Authorization: Bearer TOKEN.",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
@@ -70,7 +70,7 @@ class Access:
         if name not in self.hosts:
             raise Refusal(
                 421,
-                f"The server is not known as {printable(name, 100)}. If it should be, start it with --allowed-host.",
+                f"Unknown host {printable(name, 100)}. To accept it, start the server with --allowed-host.",
                 code="wrong_host",
             )
 
@@ -99,7 +99,7 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is only reachable from this machine."""
+    """True if a name or address is only reachable from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -107,17 +107,17 @@ def is_loopback(host: str) -> bool:
 
 
 def allowed_hosts(host: str, more: tuple[str, ...]) -> frozenset[str] | None:
-    """The names by which a server bound to `host` may be addressed: any, unless it is bound to the loopback."""
+    """The accepted Host names of a server bound to `host`; None (any) unless it is bound to the loopback."""
     if not is_loopback(host) and not more:
         return None
     return _LOOPBACK_NAMES | {host.lower()} | {name.lower() for name in more}
 
 
 def read_token(path: str | None, from_environment: str | None) -> SecretText | None:
-    """The token, from a file or from the environment: a command line is seen by every user of the machine.
+    """The token, from a file or from the environment: a command line is visible to every user of the machine.
 
     Raises:
-        ConfigError: both are given, or what is given is no usable token.
+        ConfigError: both are given, or the token is unusable.
         StorageError: the file cannot be read.
     """
     if path is not None and from_environment is not None:
@@ -126,18 +126,18 @@ def read_token(path: str | None, from_environment: str | None) -> SecretText | N
         return None if from_environment is None else _checked(from_environment, TOKEN_VARIABLE)
     try:
         if Path(path).stat().st_mode & 0o077:
-            log.warning(f"other users may read {path} (--token-file). Take that away with chmod 600 {path}.")
+            log.warning(f"other users can read {path} (--token-file). Restrict it with chmod 600 {path}.")
         with open_stream(path) as stream:
-            content = stream.read(_MOST_LETTERS + 1)
+            content = stream.read(_MAX_LETTERS + 1)
     except OSError as failure:
         raise StorageError(f"{path} (--token-file) cannot be read: {failure.strerror or failure}.") from failure
     return _checked(content.decode("latin-1").strip(), f"{path} (--token-file)")
 
 
-def _checked(token: str, place: str) -> SecretText:
-    if not _FEWEST_LETTERS <= len(token) <= _MOST_LETTERS or not all("!" <= letter <= "~" for letter in token):
+def _checked(token: str, source: str) -> SecretText:
+    if not _MIN_LETTERS <= len(token) <= _MAX_LETTERS or not all("!" <= letter <= "~" for letter in token):
         raise ConfigError(
-            f"{place} holds no usable token: it must be one word of {_FEWEST_LETTERS} to {_MOST_LETTERS} visible ASCII "
-            f'letters. Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))".'
+            f"{source} holds no usable token: it must be {_MIN_LETTERS} to {_MAX_LETTERS} visible ASCII characters "
+            f'without spaces. Make one with: python -c "import secrets; print(secrets.token_urlsafe(32))".'
         )
     return SecretText(MASK, token)

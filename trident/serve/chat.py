@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: its request, and the objects of its answer.
+"""`/v1/chat/completions`: reading the request, writing the answer.
 
 Source: OpenAI's API reference, "Chat"; top_k, min_p, typical_p and repetition_penalty are additional fields.
 """
@@ -10,23 +10,23 @@ from typing import Any
 
 from megatron.tokenizers.chat import Message
 from trident.serve.answers import AnswerForm
-from trident.serve.execution.answer_text import AnswerPiece, TokenRecord
-from trident.serve.requests.asks import (
-    Ask,
+from trident.serve.execution.answer_text import AnswerDelta, TokenRecord
+from trident.serve.requests.json_fields import JsonFields, checked_text, kind_of, refuse_field
+from trident.serve.requests.limits import ServerLimits
+from trident.serve.requests.parsing import (
+    GenerationRequest,
     lengths,
     read_generation,
     refuse_rest,
 )
-from trident.serve.requests.json_fields import JsonFields, checked_text, kind_of, refuse_field
-from trident.serve.requests.limits import ServerLimits
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 
-_MOST_MESSAGES = 4096
-_MOST_PARTS = 256
+_MAX_MESSAGES = 4096
+_MAX_PARTS = 256
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEXT_ONLY = "messages are plain text here"
 _NO_TOOLS = "this server calls no tools"
-# Why a field is not supported, and the values that ask for what happens anyway.
+# The reason why a field is not supported, and the values that are accepted because they change nothing.
 _UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "tools": (_NO_TOOLS, ([],)),
     "functions": (_NO_TOOLS, ([],)),
@@ -36,28 +36,28 @@ _UNSUPPORTED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "response_format": ("answers are free text", ({"type": "text"},)),
     "modalities": ("answers are text", (["text"],)),
     "audio": ("answers are text", ()),
-    "prediction": ("answers are not predicted", ()),
-    "reasoning_effort": ("there is no reasoning apart from the answer", ()),
+    "prediction": ("predicted outputs are not used", ()),
+    "reasoning_effort": ("the model has no separate reasoning", ()),
     "verbosity": ("use max_tokens", ()),
-    "web_search_options": ("nothing is searched", ()),
+    "web_search_options": ("this server does not search the web", ()),
 }
 
 
-def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
-    """What the body of a request asks for.
+def read_chat(fields: JsonFields, served: ServedModel, limits: ServerLimits) -> GenerationRequest:
+    """Reads the body of a request.
 
     Raises:
-        Refusal: a field is unknown, not supported or wrong.
+        Refusal: a field is unknown, unsupported or invalid.
     """
-    messages = fields.list_of("messages", _message, _MOST_MESSAGES)
+    messages = fields.list_of("messages", _message, _MAX_MESSAGES)
     if not messages:
         raise fields.refuse("messages", "must be a list of at least one message")
     prompt = served.prompt_of_messages(messages)
     shows = fields.flag("logprobs")
-    alternatives = fields.whole("top_logprobs", None, 0, limits.top_logprobs)
+    alternatives = fields.integer("top_logprobs", None, 0, limits.top_logprobs)
     if alternatives is not None and not shows:
         raise fields.refuse("top_logprobs", "is only for requests with logprobs true")
-    ask = Ask(
+    request = GenerationRequest(
         prompts=(prompt,),
         echoes=("",),
         new_tokens=lengths(served, [prompt], _most_tokens(fields), limits),
@@ -66,48 +66,48 @@ def read_chat(fields: JsonFields, served: Served, limits: ServerLimits) -> Ask:
         **read_generation(fields, served, limits, 1, tuple(served.template.stop_texts)),
     )
     refuse_rest(fields, _UNSUPPORTED)
-    return ask
+    return request
 
 
 def _most_tokens(fields: JsonFields) -> int | None:
-    """The older and the newer name of the same field."""
-    older = fields.whole("max_tokens", None, 1, 1 << 31)
-    newer = fields.whole("max_completion_tokens", None, 1, 1 << 31)
+    """The limit on new tokens, under its older or newer name."""
+    older = fields.integer("max_tokens", None, 1, 1 << 31)
+    newer = fields.integer("max_completion_tokens", None, 1, 1 << 31)
     if older is not None and newer is not None and older != newer:
         raise fields.refuse("max_completion_tokens", f"is {newer}, but 'max_tokens' is {older}; give one of them")
-    most: int | None = older if newer is None else newer
-    return most
+    limit: int | None = older if newer is None else newer
+    return limit
 
 
-def _message(value: Any, place: str) -> Message:
-    """One message of a conversation.
+def _message(value: Any, path: str) -> Message:
+    """Reads one message of a conversation.
 
     Raises:
-        Refusal: its role or its content is something else than text of the system, the user or the assistant.
+        Refusal: an unknown role, or content that is not text.
     """
     if not isinstance(value, dict):
-        raise refuse_field(place, f"must be an object with role and content, not {kind_of(value)}")
-    fields = JsonFields(value, place + ".")
+        raise refuse_field(path, f"must be an object with role and content, not {kind_of(value)}")
+    fields = JsonFields(value, path + ".")
     role = fields.text("role")
     if role not in _ROLES:
         raise fields.refuse("role", f"must be system, user or assistant, not {kind_of(role)}")
     content = fields.value("content")
     if isinstance(content, list):
-        content = "".join(fields.list_of("content", _part, _MOST_PARTS))
+        content = "".join(fields.list_of("content", _part, _MAX_PARTS))
     elif content is None:
         raise fields.refuse("content", "is missing")
     else:
-        content = checked_text(content, f"{place}.content")
+        content = checked_text(content, f"{path}.content")
     for name in ("name", "refusal", "audio", "annotations", "tool_calls", "function_call", "tool_call_id"):
         fields.unsupported(name, _TEXT_ONLY, harmless=([],))
     fields.finish()
     return {"role": _ROLES[role], "content": content}
 
 
-def _part(value: Any, place: str) -> str:
+def _part(value: Any, path: str) -> str:
     if not isinstance(value, dict):
-        raise refuse_field(place, f"must be an object with type and text, not {kind_of(value)}")
-    fields = JsonFields(value, place + ".")
+        raise refuse_field(path, f"must be an object with type and text, not {kind_of(value)}")
+    fields = JsonFields(value, path + ".")
     kind, text = fields.value("type"), fields.text("text")
     if kind != "text" or text is None:
         raise fields.refuse("type", f"must be text, with a text, not {kind_of(kind)}")
@@ -116,25 +116,25 @@ def _part(value: Any, place: str) -> str:
 
 
 class ChatForm(AnswerForm):
-    """Writes the answer to a request for chat."""
+    """Writes the answer to a chat request."""
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def opening_choices(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
-        return [self._choice(place, AnswerPiece(""), "delta", role) for place in range(self.ask.sequences)]
+        return [self._choice(index, AnswerDelta(""), "delta", role) for index in range(self.request.sequences)]
 
-    def choice(self, place: int, piece: AnswerPiece, *, is_whole: bool = False) -> dict[str, Any]:
+    def choice(self, index: int, delta: AnswerDelta, *, is_whole: bool = False) -> dict[str, Any]:
         if is_whole:
-            message = {"role": "assistant", "content": piece.text, "refusal": None}
-            return self._choice(place, piece, "message", message)
-        return self._choice(place, piece, "delta", {"content": piece.text} if piece.text else {})
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            return self._choice(index, delta, "message", message)
+        return self._choice(index, delta, "delta", {"content": delta.text} if delta.text else {})
 
-    def _choice(self, place: int, piece: AnswerPiece, key: str, content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, index: int, delta: AnswerDelta, key: str, content: dict[str, Any]) -> dict[str, Any]:
         logprobs = None
-        if self.ask.top_logprobs is not None and (piece.tokens or key == "message"):
-            logprobs = {"content": [self._token(record) for record in piece.tokens], "refusal": None}
-        return {"index": place, key: content, "logprobs": logprobs, "finish_reason": piece.finish}
+        if self.request.top_logprobs is not None and (delta.tokens or key == "message"):
+            logprobs = {"content": [self._token(record) for record in delta.tokens], "refusal": None}
+        return {"index": index, key: content, "logprobs": logprobs, "finish_reason": delta.finish}
 
     def _token(self, record: TokenRecord) -> dict[str, Any]:
         top = [self._alternative(token, logprob) for token, logprob in record.top]

@@ -1,7 +1,7 @@
-"""What the server counts and times, in the text format of Prometheus.
+"""The server's counters and timings, in Prometheus' text format.
 
-prometheus-client does it rather than code of our own: it is small, has no dependencies, escapes and negotiates formats
-as the standard says, and adds the memory and the processor time of the process.
+Written by prometheus-client: it is small, has no dependencies, handles escaping and content negotiation, and adds the
+memory and processor time of the process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ServerMetrics:
     """The counters and histograms of one server.
 
     Args:
-        load: of the engine, read when the metrics are.
-        outstanding: how many sequences wait or are computed.
+        load: the engine's load, read with every request for the metrics.
+        outstanding: returns the number of waiting and running sequences.
 
     Raises:
         ConfigError: prometheus-client is not installed.
@@ -46,14 +46,14 @@ class ServerMetrics:
             Gauge(f"megatron_{name}", text, registry=self._registry).set_function(value)
 
         gauge("sequences_running", "Sequences in the engine.", lambda: load.running)
-        gauge("sequences_waiting", "Sequences that wait for a place in the engine.", lambda: load.waiting)
-        gauge("sequences_outstanding", "Sequences of requests that are not answered yet.", outstanding)
+        gauge("sequences_waiting", "Sequences waiting for a slot in the engine.", lambda: load.waiting)
+        gauge("sequences_outstanding", "Sequences of unfinished requests.", outstanding)
         gauge("engine_steps", "Steps of the engine so far.", lambda: load.steps)
-        gauge("engine_step_seconds", "Computing time of all steps so far.", lambda: load.step_seconds)
+        gauge("engine_step_seconds", "Time spent in all steps so far.", lambda: load.step_seconds)
         labels = ("endpoint", "status")
         self.requests = Counter("megatron_requests", "Requests that were answered.", labels, registry=self._registry)
         self.disconnects = Counter(
-            "megatron_disconnects", "Requests whose client left before the answer.", registry=self._registry
+            "megatron_disconnects", "Requests whose client disconnected before the answer.", registry=self._registry
         )
         self.prompt_tokens = Counter("megatron_prompt_tokens", "Tokens of prompts.", registry=self._registry)
         self.generated_tokens = Counter("megatron_generated_tokens", "Tokens of answers.", registry=self._registry)
@@ -71,6 +71,6 @@ class ServerMetrics:
         )  # fmt: skip
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """The metrics and their media type, in the format that suits an Accept header."""
+        """The metrics and their media type, in the format that an Accept header selects."""
         encode, media_type = self._choose_encoder(accept)
         return encode(self._registry), media_type

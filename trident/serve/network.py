@@ -1,4 +1,4 @@
-"""Sockets and connections: uvicorn in a thread of its own, and the protection it lacks against slow and excess clients.
+"""Sockets and connections: uvicorn in its own thread, with added protection against slow and excess clients.
 
 The only file that imports uvicorn.
 """
@@ -27,7 +27,7 @@ _CLOSE_SECONDS = 2.0
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Opens the socket that clients connect to; port 0 takes a free one.
+    """Opens the listening socket; port 0 takes a free port.
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
@@ -63,7 +63,7 @@ class WebThread:
             import uvicorn
         except ImportError as failure:
             raise ConfigError("serving needs the uvicorn package (pip install trident-megatron[serve]).") from failure
-        # Else asyncio has a line for each event of a stream that is sent until its client is known to have left.
+        # asyncio would log a line for each event that is sent between a client's disconnect and its detection.
         logging.getLogger("asyncio").setLevel(logging.ERROR)
         config = uvicorn.Config(
             app,
@@ -72,7 +72,7 @@ class WebThread:
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="critical",  # what goes wrong in the application is logged there
+            log_level="critical",  # the application logs its own failures
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -88,23 +88,23 @@ class WebThread:
         self._thread = threading.Thread(target=self._run, name="web", daemon=True)
 
     def start(self) -> None:
-        """Returns when connections are accepted."""
+        """Starts the thread; returns when connections are accepted."""
         self._thread.start()
         self._is_ready.wait(_START_SECONDS)
         if self._failure is not None:
             raise self._failure
 
     def call(self, function: Callable[..., Any], *values: Any) -> None:
-        """Has the thread call a function soon; safe from any thread and from a signal handler."""
+        """Schedules a call on the thread; safe from any thread and from a signal handler."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             try:
                 loop.call_soon_threadsafe(function, *values)
-            except RuntimeError:  # it was closed meanwhile, and nobody waits for anything
+            except RuntimeError:  # the loop was closed in the meantime
                 return
 
     def stop(self) -> None:
-        """Closes all connections after a moment for what is being sent, and ends the thread."""
+        """Ends the thread; open connections have a moment to finish sending."""
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_START_SECONDS)
@@ -120,16 +120,16 @@ class WebThread:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.call_soon(self._is_ready.set)  # the socket listens already
+        self._loop.call_soon(self._is_ready.set)  # the socket is already listening
         await self._server.serve(sockets=[self._listener])
 
 
 def _guarded_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, with bounds on what one connection and all of them may take."""
+    """uvicorn's protocol, with bounds on each connection and on their number."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class GuardedProtocol(H11Protocol):
-        """Closes connections that are too many, whose request does not come, or whose answer is not read."""
+        """Closes connections beyond the limit, without a request for too long, or whose client does not read."""
 
         _header_timer: asyncio.TimerHandle | None = None
         _stall_timer: asyncio.TimerHandle | None = None
@@ -137,7 +137,7 @@ def _guarded_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             if len(self.connections) > limits.connections:
-                transport.write(_whole_response(busy(f"There are {limits.connections} connections already.")))
+                transport.write(_whole_response(busy(f"The limit of {limits.connections} connections is reached.")))
                 transport.close()
             else:
                 self._expect_request()
@@ -161,9 +161,9 @@ def _guarded_protocol(limits: ServerLimits) -> type[asyncio.Protocol]:
             super().on_response_complete()
 
         def send_400_response(self, msg: str) -> None:
-            text = f"The request is not HTTP that can be understood, or its headers exceed {limits.header_bytes} bytes."
+            text = f"The request is not valid HTTP, or its headers exceed {limits.header_bytes} bytes."
             if "Host:" in str(sys.exc_info()[1]):  # the failure of h11 that uvicorn is handling
-                text = "A request of HTTP/1.1 must have one header Host, which names the server."
+                text = "An HTTP/1.1 request must have exactly one Host header."
             self.transport.write(_whole_response(Refusal(400, text, code="bad_http")))
             self.transport.close()
 
@@ -191,7 +191,7 @@ def _cancel(*timers: asyncio.TimerHandle | None) -> None:
 
 
 def _whole_response(refusal: Refusal) -> bytes:
-    """A refusal in bytes, for a connection that has no request."""
+    """A refusal as raw HTTP, for a connection without a request."""
     body = json.dumps(refusal.to_json()).encode()
     reason = {400: "Bad Request", 503: "Service Unavailable"}[refusal.status]
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}

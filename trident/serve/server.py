@@ -1,4 +1,4 @@
-"""A whole server: the web in one thread, the engine in the main one, and an orderly end."""
+"""The server: the web in one thread, the engine in the main thread, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trident.serve.metrics import ServerMetrics
 from trident.serve.network import WebThread, address_of
 from trident.serve.requests.limits import ServerLimits
 from trident.serve.requests.refusals import broken, stopping
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 from trident.serve.service import STARTING, Service
 from trident.serve.single_turn import SingleTurn
 from trident.serve.web import build_app
@@ -31,32 +31,32 @@ _POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model that is ready to be served.
+class EngineSession:
+    """A loaded model and its engine.
 
     Args:
-        most_running: sequences that the engine computes at the same time.
+        max_running: see `EngineLoop`.
         check_idle: see `EngineLoop`.
-        close: called when the engine is needed no more.
+        close: called when the engine is no longer needed.
     """
 
-    served: Served
+    served: ServedModel
     engine: StepEngine
-    most_running: int
+    max_running: int
     check_idle: Callable[[], None] = field(default=lambda: None)
     close: Callable[[], None] = field(default=lambda: None)
 
 
 class _StoppedEarly(Exception):
-    """A stop signal arrived while the checkpoint was loaded."""
+    """A stop signal arrived while the checkpoint was being loaded."""
 
 
 class Server:
     """Serves one model.
 
     Args:
-        listener: is closed at the end.
-        grace_seconds: for requests in progress when the server is stopped.
+        listener: closed at the end.
+        grace_seconds: time that requests in progress have to finish after a stop.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class Server:
         self._stops = 0
         self._winding_down: asyncio.Task[None] | None = None
 
-    def run(self, open_model: Callable[[], Opened]) -> None:
-        """Answers `/health` at once, requests when the model is open, and returns after SIGTERM or SIGINT.
+    def run(self, open_model: Callable[[], EngineSession]) -> None:
+        """Answers `/health` at once and requests once the model is open; returns after SIGTERM or SIGINT.
 
-        Those signals let running requests end for the grace period; a second one ends them now.
+        Running requests have the grace period to finish after the first signal; a second one ends them at once.
 
         Args:
-            open_model: called on this thread, which is also the one that steps the engine.
+            open_model: called on this thread, which also steps the engine.
         """
         with self._signals():
             self._web.start()
             try:
                 self._compute(open_model())
             except _StoppedEarly:
-                log.info("stopped while the checkpoint was loaded")
+                log.info("stopped while the checkpoint was being loaded")
             except Exception:
                 self._web.call(self.service.end, broken())
                 raise
@@ -99,24 +99,24 @@ class Server:
                 self._web.stop()
 
     def stop(self) -> None:
-        """Does what a stop signal does; from any thread."""
+        """Stops the server as a signal does; safe from any thread."""
         self._stops += 1
         self._web.call(self._wind_down)
 
-    def _compute(self, opened: Opened) -> None:
+    def _compute(self, session: EngineSession) -> None:
         def deliver(arrivals: Sequence[Arrival]) -> None:
             self._web.call(self.service.jobs.arrive, arrivals)
 
-        self._web.call(self.service.open, opened.served)
-        log.line(f"serving {opened.served.name} at {self.address}")
-        loop = EngineLoop(self._commands, deliver, opened.most_running, opened.check_idle, self._load)
+        self._web.call(self.service.open, session.served)
+        log.line(f"serving {session.served.name} at {self.address}")
+        loop = EngineLoop(self._commands, deliver, session.max_running, session.check_idle, self._load)
         try:
-            loop.run(opened.engine)
+            loop.run(session.engine)
         finally:
-            opened.close()
+            session.close()
 
     def _wind_down(self) -> None:
-        """On the web's thread: takes no more requests, and stops the engine when the running ones have ended."""
+        """Takes no more requests, and stops the engine once the running ones have ended; runs on the web thread."""
         self.service.drain()
         if self._winding_down is None:
             self._winding_down = asyncio.get_running_loop().create_task(self._end_when_idle())
@@ -124,7 +124,7 @@ class Server:
     async def _end_when_idle(self) -> None:
         jobs = self.service.jobs
         ends_at = time.monotonic() + self._grace_seconds
-        log.info(_farewell(len(jobs), self._grace_seconds))
+        log.info(_shutdown_message(len(jobs), self._grace_seconds))
         while len(jobs) and time.monotonic() < ends_at and self._stops < 2:
             await asyncio.sleep(_POLL_SECONDS)
         self.service.end(stopping())
@@ -132,15 +132,15 @@ class Server:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Stops at a signal; in a thread other than the main one, signals are left alone."""
+        """Stops the server at a signal; leaves signals alone outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             yield
         finally:
-            for number, action in former.items():
+            for number, action in previous.items():
                 signal.signal(number, action)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -150,8 +150,8 @@ class Server:
             raise _StoppedEarly
 
 
-def _farewell(requests: int, grace_seconds: float) -> str:
+def _shutdown_message(requests: int, grace_seconds: float) -> str:
     if not requests:
-        return "stopping: no request is being answered"
-    counted = "1 request is" if requests == 1 else f"{requests} requests are"
-    return f"stopping: {counted} being answered, with at most {grace_seconds:g} s left"
+        return "stopping: no requests in progress"
+    counted = "1 request" if requests == 1 else f"{requests} requests"
+    return f"stopping: {counted} in progress, at most {grace_seconds:g} s left"

@@ -1,4 +1,4 @@
-"""What each endpoint does, apart from HTTP: a body or a query in, a reply out."""
+"""The endpoints, independent of HTTP: a body or a query in, a reply out."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from trident.serve.chat import ChatForm, read_chat
 from trident.serve.completions import CompletionForm, read_completion
 from trident.serve.execution.jobs import Jobs
 from trident.serve.metrics import ServerMetrics
-from trident.serve.requests.asks import Ask, check_model
 from trident.serve.requests.json_fields import JsonFields, read_object
 from trident.serve.requests.limits import ServerLimits
+from trident.serve.requests.parsing import GenerationRequest, check_model
 from trident.serve.requests.refusals import Refusal, starting, stopping
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 from trident.serve.single_turn import HEADERS, SingleTurn, response_of
 
 STARTING, READY, STOPPING = "starting", "ready", "stopping"
 
-# Reading a longer body takes long enough to hold up the streams of others, so another thread does it.
+# Parsing a longer body would hold up other streams, so it is done in another thread.
 _LONG_BODY_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer for HTTP to send.
+    """The content of an HTTP response.
 
     Args:
-        content: an object that becomes JSON.
-        first_event: of a stream.
-        events: the others, which are generated while they are sent.
+        content: an object that is sent as JSON, unless `events` is given.
+        first_event: the first event of a stream.
+        events: the remaining events, generated while they are sent.
     """
 
     content: Any = None
@@ -46,31 +46,31 @@ class Reply:
 
 @dataclass
 class Service:
-    """The endpoints of one server; they belong to the event loop's thread.
+    """The endpoints of one server, used on the event loop's thread only.
 
     Args:
-        served: the model, once it is loaded.
-        single_turn: how `/generate` answers.
+        served: the model; None until it is loaded.
+        single_turn: settings of `/generate`.
     """
 
     limits: ServerLimits
     jobs: Jobs
     metrics: ServerMetrics
     single_turn: SingleTurn
-    served: Served | None = None
+    served: ServedModel | None = None
     state: str = STARTING
 
-    def open(self, served: Served) -> None:
+    def open(self, served: ServedModel) -> None:
         if self.state == STARTING:
             self.served, self.state = served, READY
 
     def drain(self) -> None:
-        """Takes no more requests, and completes the ones it has."""
+        """Takes no more requests, and completes those in progress."""
         self.state = STOPPING
         self.jobs.refuse_new(stopping())
 
     def end(self, refusal: Refusal) -> None:
-        """Takes no more requests, and ends the ones it has with a refusal."""
+        """Takes no more requests, and ends those in progress with a refusal."""
         self.state = STOPPING
         self.jobs.end_all(refusal)
 
@@ -81,14 +81,14 @@ class Service:
 
     async def chat(self, body: bytes) -> Reply:
         """`POST /v1/chat/completions`."""
-        # A chat template is rendered by another process, which may use up its time.
+        # A chat template is rendered in another process, which may take until its time limit.
         return await self._generate(body, read_chat, ChatForm, "chatcmpl-", in_thread=True)
 
     async def generate(self, query: Mapping[str, str]) -> Reply:
         """`GET /generate`."""
-        ask = await asyncio.to_thread(self.single_turn.ask, query, self.model, self.limits)
-        pieces, _ = await self._answer(ask, "gen-").whole()
-        return Reply(response_of(query["sentence"], pieces[0].text), headers=HEADERS)
+        request = await asyncio.to_thread(self.single_turn.read, query, self.model, self.limits)
+        deltas, _ = await self._answer(request, "gen-").whole()
+        return Reply(response_of(query["sentence"], deltas[0].text), headers=HEADERS)
 
     def models(self) -> Reply:
         """`GET /v1/models`."""
@@ -98,23 +98,23 @@ class Service:
         """`GET /v1/models/NAME`.
 
         Raises:
-            Refusal: it is not the model that is served.
+            Refusal: not the served model.
         """
         if name != self.model.name:
             raise Refusal(404, f"The model {name[:200]!r} is not served here.", "model", "model_not_found")
         return Reply(self._model())
 
     def health(self) -> Reply:
-        """`GET /health`: 200 only while requests are taken."""
+        """`GET /health`: 200 only while requests are accepted."""
         shown = {"status": self.state, "model": None if self.served is None else self.served.name}
         return Reply(shown, status=200 if self.state == READY else 503, headers={"Cache-Control": "no-store"})
 
     @property
-    def model(self) -> Served:
-        """The model.
+    def model(self) -> ServedModel:
+        """The served model.
 
         Raises:
-            Refusal: it is not there yet, or not any more.
+            Refusal: the server is starting or stopping.
         """
         if self.state == STOPPING:
             raise stopping()
@@ -135,7 +135,7 @@ class Service:
     async def _generate(
         self,
         body: bytes,
-        read: Callable[[JsonFields, Served, ServerLimits], Ask],
+        read: Callable[[JsonFields, ServedModel, ServerLimits], GenerationRequest],
         form_of: type[AnswerForm],
         prefix: str,
         *,
@@ -143,19 +143,19 @@ class Service:
     ) -> Reply:
         served = self.model
 
-        def ask_of() -> Ask:
+        def read_request() -> GenerationRequest:
             fields = JsonFields(read_object(body, self.limits.json_depth))
             check_model(fields, served)
             return read(fields, served, self.limits)
 
-        ask = await asyncio.to_thread(ask_of) if in_thread else ask_of()
-        answer = self._answer(ask, prefix)
-        form = form_of(ask, served, answer.name, int(time.time()))
-        if ask.streams:
+        request = await asyncio.to_thread(read_request) if in_thread else read_request()
+        answer = self._answer(request, prefix)
+        form = form_of(request, served, answer.name, int(time.time()))
+        if request.streams:
             events = answer.events(form)
-            return Reply(first_event=await anext(events), events=events)  # until then a refusal can become the status
-        pieces, usage = await answer.whole()
-        return Reply(form.whole(pieces, usage))
+            return Reply(first_event=await anext(events), events=events)  # a refusal before it can still set the status
+        deltas, usage = await answer.whole()
+        return Reply(form.whole(deltas, usage))
 
-    def _answer(self, ask: Ask, prefix: str) -> Answer:
-        return Answer(ask, self.model, self.jobs, self.metrics, prefix + secrets.token_hex(12))
+    def _answer(self, request: GenerationRequest, prefix: str) -> Answer:
+        return Answer(request, self.model, self.jobs, self.metrics, prefix + secrets.token_hex(12))

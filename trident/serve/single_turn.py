@@ -1,4 +1,4 @@
-"""dsGPT2's `GET /generate?sentence=TEXT`: one sentence in, one answer out.
+"""dsGPT2's `GET /generate?sentence=TEXT`: answers one sentence.
 
 Source: jisngprk/dsGPT2 `api.py` (the JSON and the headers) and `utils/generator.py` (the defaults of generation).
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 from megatron.errors import printable
 from megatron.inference.sampling import Sampling
-from trident.serve.requests.asks import Ask
 from trident.serve.requests.limits import ServerLimits
+from trident.serve.requests.parsing import GenerationRequest
 from trident.serve.requests.refusals import invalid
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 
 HEADERS = {"Cache-Control": "no-cache,no-store,must-revalidate"}
 
@@ -25,29 +25,29 @@ _SPECIAL = re.compile(r"<(?:s|/s|pad|unk|mask|sys|usr|unused\d{1,3}|\|endoftext\
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """How the server answers a sentence.
+    """The generation settings of `/generate`.
 
     Args:
-        new_tokens: of an answer, at most.
-        has_seed: whether the seed of `sampling` is used for every sentence; otherwise each has a fresh one.
+        new_tokens: most tokens of an answer.
+        has_seed: use the seed of `sampling` for every sentence, instead of a fresh one.
     """
 
     sampling: Sampling
     new_tokens: int
     has_seed: bool = False
 
-    def ask(self, query: Mapping[str, str], served: Served, limits: ServerLimits) -> Ask:
-        """A question to a chat model; a text to be continued by any other.
+    def read(self, query: Mapping[str, str], served: ServedModel, limits: ServerLimits) -> GenerationRequest:
+        """Reads a query: a question to a chat model, or a text that any other model continues.
 
         Raises:
-            Refusal: there is no sentence, or it is too long.
+            Refusal: no sentence, one that is too long, or an unknown parameter.
         """
         sentence = query.get("sentence")
         if sentence is None or not sentence.strip():
-            raise invalid("There is no sentence. Ask for /generate?sentence=TEXT.", "sentence")
+            raise invalid("The sentence is missing. Use /generate?sentence=TEXT.", "sentence")
         unknown = [name for name in query if name != "sentence"]
         if unknown:
-            raise invalid(f"{printable(unknown[0], 60)} is not a parameter of /generate, only sentence is.", "sentence")
+            raise invalid(f"Unknown parameter {printable(unknown[0], 60)}: /generate has only sentence.", "sentence")
         if served.is_chat:
             prompt = served.prompt_of_messages([{"role": "user", "content": sentence}])
             stop_texts = served.template.stop_texts
@@ -55,7 +55,7 @@ class SingleTurn:
             prompt, stop_texts = served.prompt_of_text(sentence), ()
         room = served.new_tokens(len(prompt), None, limits.new_tokens)
         sampling = self.sampling if self.has_seed else replace(self.sampling, seed=secrets.randbits(62))
-        return Ask(
+        return GenerationRequest(
             prompts=(prompt,),
             echoes=("",),
             choices=1,
@@ -67,5 +67,5 @@ class SingleTurn:
 
 
 def response_of(sentence: str, text: str) -> dict[str, str]:
-    """The object that dsGPT2 answers with; the special tokens are stripped from the text."""
+    """dsGPT2's response object; special tokens are stripped from the text."""
     return {"input": sentence, "response": _SPECIAL.sub("", text).strip()}

@@ -36,12 +36,12 @@ _CLOSE = {"Connection": "close"}
 _NO_SNIFFING = {"X-Content-Type-Options": "nosniff"}
 _DRAINED_BYTES = 16 << 20
 _DRAINED_SECONDS = 1.0
-_CLIENT_LEFT = 499  # nginx's number; nobody receives it
+_CLIENT_DISCONNECTED = 499  # nginx's number; it is only counted, never sent
 _FILE = Path(__file__).with_name("page.html")
 
 
-class _ClientLeft(Exception):
-    """The client closed the connection before it had its answer."""
+class _ClientDisconnected(Exception):
+    """The client closed the connection before it received the answer."""
 
 
 def build_app(service: Service, access: Access) -> ASGIApp:
@@ -89,14 +89,14 @@ def build_app(service: Service, access: Access) -> ASGIApp:
 
 
 class _Sender:
-    """Turns what the service replies, or refuses, into responses, and counts them."""
+    """Turns the service's replies and refusals into responses, and counts them."""
 
     def __init__(self, service: Service, access: Access) -> None:
         self._service = service
         self._access = access
 
     def reply_of(self, name: str, act: Act) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint that checks access, acts for as long as the client is there, and sends the reply."""
+        """An endpoint that checks access, acts while the client is connected, and sends the reply."""
 
         async def respond(request: Request) -> Response:
             return await self._respond(name, act, request)
@@ -118,11 +118,11 @@ class _Sender:
         return respond
 
     def _check(self, request: Request) -> None:
-        """Refuses a request that is not allowed, or whose headers are too long (h11 only bounds incomplete ones)."""
-        most = self._service.limits.header_bytes
+        """Refuses forbidden requests and overlong headers (h11 only bounds incomplete ones)."""
+        limit = self._service.limits.header_bytes
         size = len(request.scope["raw_path"]) + len(request.scope["query_string"])
-        if size + sum(len(name) + len(value) for name, value in request.scope["headers"]) > most:
-            raise Refusal(431, f"The headers are longer than {most} bytes.", code="too_long", headers=_CLOSE)
+        if size + sum(len(name) + len(value) for name, value in request.scope["headers"]) > limit:
+            raise Refusal(431, f"The headers are longer than {limit} bytes.", code="too_long", headers=_CLOSE)
         self._access.check(request.url.path, request.headers)
 
     async def _respond(self, name: str, act: Act, request: Request) -> Response:
@@ -138,10 +138,10 @@ class _Sender:
         except Refusal as refusal:
             status = refusal.status
             return _refused(refusal)
-        except _ClientLeft:
-            status = _CLIENT_LEFT
+        except _ClientDisconnected:
+            status = _CLIENT_DISCONNECTED
             metrics.disconnects.inc()
-            return Response(status_code=_CLIENT_LEFT)
+            return Response(status_code=_CLIENT_DISCONNECTED)
         except Exception:
             log.error(f"{request.method} {request.url.path} failed:\n{traceback.format_exc()}")
             return _refused(broken())
@@ -172,7 +172,7 @@ def _response(reply: Reply, note_disconnect: Callable[[], None]) -> Response:
 
 
 def _stream(first: bytes, events: AsyncGenerator[bytes, None], note_disconnect: Callable[[], None]) -> Response:
-    """A response of server-sent events, which ends the generation behind them in every case."""
+    """A response of server-sent events; the generator is closed however the response ends."""
     from starlette.responses import StreamingResponse
     from starlette.types import Receive, Scope, Send
 
@@ -209,47 +209,47 @@ def _routing_refusal(request: Request, failure: Exception) -> Refusal:
     headers: Mapping[str, str] = getattr(failure, "headers", None) or {}
     shown = printable(request.url.path, 100, quoted=False)
     if getattr(failure, "status_code", 404) == 405:
-        return Refusal(405, f"{request.method} is not a method of {shown}.", code="method_not_allowed", headers=headers)
-    return Refusal(404, f"There is nothing at {shown}. The endpoints are listed in docs/serving.md.", code="not_found")
+        return Refusal(405, f"{shown} does not support {request.method}.", code="method_not_allowed", headers=headers)
+    return Refusal(404, f"Unknown path {shown}. docs/serving.md lists the endpoints.", code="not_found")
 
 
 async def _while_connected(request: Request, act: Act) -> Reply:
-    """Acts, but stops as soon as the client leaves.
+    """Runs an action, and cancels it if the client disconnects.
 
     Raises:
-        _ClientLeft: it did.
+        _ClientDisconnected: the client disconnected first.
     """
     from starlette.requests import ClientDisconnect
 
     is_read = asyncio.Event()
     request.state.is_read = is_read
 
-    async def leave() -> None:
-        await is_read.wait()  # until then the action receives the body
+    async def disconnect() -> None:
+        await is_read.wait()  # until then the action reads from the connection
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    acting, leaving = asyncio.ensure_future(act(request)), asyncio.ensure_future(leave())
+    acting, disconnecting = asyncio.ensure_future(act(request)), asyncio.ensure_future(disconnect())
     if request.method != "POST":
         is_read.set()
     try:
-        await asyncio.wait({acting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({acting, disconnecting}, return_when=asyncio.FIRST_COMPLETED)
         if not acting.done():
-            raise _ClientLeft
+            raise _ClientDisconnected
         return acting.result()
     except ClientDisconnect as failure:
-        raise _ClientLeft from failure
+        raise _ClientDisconnected from failure
     finally:
         acting.cancel()
-        leaving.cancel()
-        await asyncio.gather(acting, leaving, return_exceptions=True)
+        disconnecting.cancel()
+        await asyncio.gather(acting, disconnecting, return_exceptions=True)
 
 
 async def _json_body(request: Request, limits: ServerLimits) -> bytes:
     """The body of a request, which must be JSON and arrive within the limits.
 
     Raises:
-        Refusal: it says that it is something else, is too long, or arrives too slowly.
+        Refusal: another content type, too long, or too slow.
     """
     reader = _BodyReader(request)
     try:
@@ -259,7 +259,7 @@ async def _json_body(request: Request, limits: ServerLimits) -> bytes:
         text = f"The body did not arrive within {limits.body_seconds:g} s."
         raise Refusal(408, text, code="timeout", headers=_CLOSE) from failure
     except Refusal:
-        if "expect" not in request.headers:  # a client that waits for an answer has not sent the body
+        if "expect" not in request.headers:  # a client that waits for 100 Continue has not sent the body
             await reader.drain()
         raise
     request.state.is_read.set()
@@ -267,10 +267,10 @@ async def _json_body(request: Request, limits: ServerLimits) -> bytes:
 
 
 def _check_head(headers: Mapping[str, str], limits: ServerLimits) -> None:
-    """Checks what the headers say of a body.
+    """Checks the headers that describe a body.
 
     Raises:
-        Refusal: it is not JSON, or too long.
+        Refusal: not JSON, or too long.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -279,29 +279,29 @@ def _check_head(headers: Mapping[str, str], limits: ServerLimits) -> None:
     if headers.get("content-encoding", "identity").lower() != "identity":
         raise Refusal(415, "The body must not be compressed; send it without Content-Encoding.", headers=_CLOSE)
     if "transfer-encoding" in headers and "content-length" in headers:
-        raise Refusal(400, "Content-Length and Transfer-Encoding exclude each other.", headers=_CLOSE)
+        raise Refusal(400, "Content-Length and Transfer-Encoding cannot be combined.", headers=_CLOSE)
     length = headers.get("content-length", "0")
     if not length.isdecimal() or len(length) > 18 or int(length) > limits.body_bytes:
         raise _too_long(limits.body_bytes)
 
 
-def _too_long(most_bytes: int) -> Refusal:
-    return Refusal(413, f"The body is longer than {most_bytes} bytes.", code="too_long", headers=_CLOSE)
+def _too_long(max_bytes: int) -> Refusal:
+    return Refusal(413, f"The body is longer than {max_bytes} bytes.", code="too_long", headers=_CLOSE)
 
 
 class _BodyReader:
-    """Reads the body of a request, and knows whether any of it is left."""
+    """Reads the body of a request, and keeps track of its end."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._is_over = False
 
-    async def read(self, most_bytes: int) -> bytes:
+    async def read(self, max_bytes: int) -> bytes:
         """The whole body.
 
         Raises:
-            Refusal: it is longer.
-            ClientDisconnect: the client left.
+            Refusal: it is longer than `max_bytes`.
+            ClientDisconnect: the client disconnected.
         """
         from starlette.requests import ClientDisconnect
 
@@ -311,21 +311,21 @@ class _BodyReader:
             if part is None:
                 raise ClientDisconnect
             content += part
-            if len(content) > most_bytes:
-                raise _too_long(most_bytes)
+            if len(content) > max_bytes:
+                raise _too_long(max_bytes)
         return bytes(content)
 
     async def drain(self) -> None:
-        """Takes what the client is still sending, within bounds: a client that has sent all of it gets its answer.
+        """Discards the rest of the body, within bounds.
 
         If a connection is closed with unread data, the client's system may discard the answer.
         """
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._discard(_DRAINED_BYTES), _DRAINED_SECONDS)
 
-    async def _discard(self, most_bytes: int) -> None:
-        while not self._is_over and most_bytes > 0:
-            most_bytes -= len(await self._part() or b"")
+    async def _discard(self, max_bytes: int) -> None:
+        while not self._is_over and max_bytes > 0:
+            max_bytes -= len(await self._part() or b"")
 
     async def _part(self) -> bytes | None:
         """The next part; None if the client left."""
@@ -336,10 +336,10 @@ class _BodyReader:
 
 
 def _query(request: Request) -> dict[str, str]:
-    """The parameters of a query, each once.
+    """The parameters of a query.
 
     Raises:
-        Refusal: they are not UTF-8, too many, or repeated.
+        Refusal: parameters that are not UTF-8, too many, or repeated.
     """
     try:
         text = request.scope["query_string"].decode("ascii")
@@ -354,14 +354,14 @@ def _query(request: Request) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Page:
-    """The page and the headers that it is sent with."""
+    """A page and its response headers."""
 
     content: bytes
     headers: Mapping[str, str]
 
 
 def read_page() -> Page:
-    """Reads the page; the browser may run its own script and style only, and talk to this server only."""
+    """Reads the page, with a policy that allows only its own script and style, and connections to this server."""
     content = _FILE.read_bytes()
     policy = "; ".join(
         (
@@ -387,6 +387,6 @@ def read_page() -> Page:
 
 
 def _hashes(content: bytes, element: str) -> str:
-    """The sources that a policy allows: one hash for each inline element of that kind."""
+    """The policy's sources: a hash of each inline element of this kind."""
     scripts = re.findall(rf"<{element}>(.*?)</{element}>".encode(), content, flags=re.S)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in scripts)

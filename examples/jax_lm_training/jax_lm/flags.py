@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config.flags.fields import flag
 from megatron.config.flags.paths import PathUse
 from megatron.config.flags.program import Program
-from megatron.config.program_flags import ProgramFlags, words_of
+from megatron.config.program_flags import ProgramFlags, arguments_of
 
 if TYPE_CHECKING:
     from megatron.observe.console import LineStyle
@@ -51,7 +51,7 @@ class JaxLmFlags(ProgramFlags):
         "gpt2",
         "tokenizer of the windows: a folder, or a name on the Hugging Face hub",
         spelled=("--tokenizer-name-or-path",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     batch_size: int = flag(16, "samples per step over all devices", at_least=1)
     random_seed: int = flag(0, "seed of weights, dropout and order", at_least=0)
@@ -89,7 +89,7 @@ class JaxLmFlags(ProgramFlags):
                         f"--wandb-{name}: nothing is sent unless a project is given."
                     )
 
-    def words(self) -> list[str]:
+    def trainer_arguments(self) -> list[str]:
         """The trainer's command line that is equivalent to these flags."""
         pairs = {
             "model-preset": _PRESETS.get(self.model_config_name, self.model_config_name),
@@ -114,7 +114,7 @@ class JaxLmFlags(ProgramFlags):
             "save": self.model_save_dir,
             **self._restored(),
         }
-        return [*words_of({f"--{name}": value for name, value in pairs.items()}), *_PRECISION[self.dtype]]
+        return [*arguments_of({f"--{name}": value for name, value in pairs.items()}), *_PRECISION[self.dtype]]
 
     @property
     def program(self) -> Program:

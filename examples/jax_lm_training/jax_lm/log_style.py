@@ -13,7 +13,7 @@ import math
 
 from megatron.checkpoint.saving import SaveLines
 from megatron.objective.metric import StepMetrics
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from megatron.observe.quantities import duration
 
 SAVE_LINES = SaveLines(
@@ -23,22 +23,22 @@ SAVE_LINES = SaveLines(
 LOSS_TAGS: tuple[str, str] | None = None
 
 
-def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
     """The line of a log interval; without a remaining time where none is known yet."""
     ends_in = ""
-    if moment.seconds_left is not None:
-        ends_in = f" ETA {duration(moment.seconds_left)}"
-    return [f"[TRAIN] {_place(moment)} {_figures(metrics.value('lm_loss'))}{ends_in}"]
+    if position.seconds_left is not None:
+        ends_in = f" ETA {duration(position.seconds_left)}"
+    return [f"[TRAIN] {_place(position)} {_figures(metrics.value('lm_loss'))}{ends_in}"]
 
 
-def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
     """The result of one evaluation; it names the data group unless that is the validation data."""
     label = "EVAL" if group == "valid" else f"EVAL {group}"
-    return [f"[{label}] {_place(moment)} {_figures(loss)}"]
+    return [f"[{label}] {_place(position)} {_figures(loss)}"]
 
 
-def _place(moment: Moment) -> str:
-    return f"epoch: {moment.epoch} step: {moment.step}/{moment.train_iterations}"
+def _place(position: LogPosition) -> str:
+    return f"epoch: {position.epoch} step: {position.step}/{position.train_iterations}"
 
 
 def _figures(loss: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The format of a manifest: what is in one, its text, how ranks' files become runs, how it is written and read.
+"""The format of a manifest: contents, text, compaction of files into runs, writing and reading.
 
-What is needed of a manifest elsewhere is in `checkpoint.manifest`.
+Other modules use `checkpoint.manifest`.
 """

@@ -1,8 +1,8 @@
-"""Turns what every rank wrote into runs, in time and memory that do not grow with parameters times ranks.
+"""Compacts the pieces written by all ranks into runs, in time and memory that do not grow with parameters x ranks.
 
-Ranks that hold part number n of every parameter write the same, but for n. So a rank describes its file by the numbers
-of its parts and by rows that do not name them; ranks with equal rows are described once. What differs, as at the ends
-of parameters that do not divide evenly, is a description of its own, and its pieces are joined to the others here.
+Ranks that hold part n of every parameter write the same pieces except for n. So a rank describes its file by its part
+numbers and by rows that refer to them; ranks with equal rows share one description. Files that differ, for example at
+the ends of parameters that do not divide evenly, have their own, and their pieces are joined to the other runs here.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 from megatron.checkpoint.catalogue import StoredPiece, StoredRun
 from megatron.parallel.pieces import PieceKey
 
-_MOST_SLOTS = 4  # numbers of parts on one rank: of parameters split over different axes
+_MOST_SLOTS = 4  # part numbers of one rank, for parameters that are split over different axes
 
-# A row: name, kind, shape, start, stop, element type, slot, length, numel. The piece has `numel` elements from part
-# number times length on, where the slot says which of the rank's numbers counts; with slot -1, from `length` on.
+# A row: name, kind, shape, start, stop, element type, slot, length, numel. The piece has `numel` elements starting at
+# `numbers[slot] * length`, or at `length` if the slot is -1.
 Row = tuple[Any, ...]
 _Node = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class FileDescription:
-    """The pieces of one file, in its order.
+    """The pieces of one file, in order.
 
     Attributes:
-        numbers: of the rank's parts, for each slot.
-        rows: as above; JSON-able.
+        numbers: the rank's part number for each slot.
+        rows: see above; JSON-serializable.
     """
 
     numbers: tuple[int, ...]
@@ -39,7 +39,7 @@ class FileDescription:
 
     @property
     def digest(self) -> str:
-        """Equal for files that differ only by the numbers of their parts."""
+        """Equal for files that differ only in their part numbers."""
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def keys(self) -> list[PieceKey]:
@@ -47,12 +47,11 @@ class FileDescription:
 
 
 def describe(pieces: Iterable[StoredPiece]) -> FileDescription:
-    """Describes the pieces of one file."""
     numbers: list[int] = []
     rows = []
     for piece in pieces:
         key = piece.key
-        slot, length = _place(key.first, key.numel, numbers)
+        slot, length = _slot(key.first, key.numel, numbers)
         rows.append((key.name, key.kind, key.shape, key.start, key.stop, piece.dtype, slot, length, key.numel))
     return FileDescription(tuple(numbers), tuple(rows))
 
@@ -60,12 +59,12 @@ def describe(pieces: Iterable[StoredPiece]) -> FileDescription:
 def compact(
     numbers: Sequence[Sequence[int]], rows_of: Sequence[str], rows: Mapping[str, Sequence[Row]]
 ) -> list[StoredRun]:
-    """The runs of all files, in an order in which those of each file come in the file's order.
+    """The runs of all files, ordered consistently with the order of pieces in every file.
 
     Args:
-        numbers: of every file its description's numbers.
-        rows_of: of every file its description's digest.
-        rows: the rows that belong to a digest.
+        numbers: for each file, the numbers of its description.
+        rows_of: for each file, the digest of its description.
+        rows: the rows by digest.
     """
     files: dict[str, list[int]] = {}
     for file, digest in enumerate(rows_of):
@@ -79,8 +78,8 @@ def compact(
             before = [node]
     try:
         order = list(TopologicalSorter(graph).static_order())
-    except CycleError:  # the files have the same boxes in different orders: nothing of one is joined to another
-        chains = [[(at, digest) for at in range(len(rows[digest]))] for digest in files]
+    except CycleError:  # the files have the same boxes in different orders: join nothing across files
+        chains = [[(index, digest) for index in range(len(rows[digest]))] for digest in files]
         order = [node for chain in chains for node in chain]
     members: dict[_Node, list[StoredRun]] = {node: [] for node in order}
     for chain, (digest, held_by) in zip(chains, files.items(), strict=True):
@@ -90,8 +89,8 @@ def compact(
     return [run for node in order for run in _joined(members[node])]
 
 
-def _place(first: int, numel: int, numbers: list[int]) -> tuple[int, int]:
-    """The slot and length that describe a piece; adds a number where none of those does."""
+def _slot(first: int, numel: int, numbers: list[int]) -> tuple[int, int]:
+    """The slot and length that describe a piece; adds a part number if none fits."""
     for slot, number in enumerate(numbers):
         if number == 0 and first == 0:
             return slot, numel
@@ -104,26 +103,24 @@ def _place(first: int, numel: int, numbers: list[int]) -> tuple[int, int]:
 
 
 def _chain(rows: Sequence[Row], members: Sequence[int]) -> list[_Node]:
-    """What each row of a description may be joined with: rows of the same box. A box that comes twice stays alone."""
+    """A node for each row of a description: rows of the same box share one. Duplicate boxes are joined to nothing."""
     nodes: list[_Node] = [tuple(map(_hashable, row[:6])) for row in rows]
     if len(set(nodes)) == len(nodes):
         return nodes
-    return [(at, members[0]) for at in range(len(nodes))]
+    return [(index, members[0]) for index in range(len(nodes))]
 
 
 def _progressions(members: Sequence[tuple[Sequence[int], int]]) -> list[list[tuple[int, int, int, int]]]:
-    """For each slot: number of the first part, its file, step between files and count, of parts that follow in files
-    that do.
-    """
+    """For each slot, sequences of consecutive parts in evenly spaced files: first part, first file, step, count."""
     slots = []
     for slot in range(len(members[0][0])):
         runs: list[tuple[int, int, int, int]] = []
         for number, file in sorted((numbers[slot], file) for numbers, file in members):
             if runs:
-                first, begin, step, count = runs[-1]
-                distance = file - (begin + (count - 1) * step)
+                first, first_file, step, count = runs[-1]
+                distance = file - (first_file + (count - 1) * step)
                 if number == first + count and distance > 0 and (count == 1 or distance == step):
-                    runs[-1] = (first, begin, distance, count + 1)
+                    runs[-1] = (first, first_file, distance, count + 1)
                     continue
             runs.append((number, file, 1, 1))
         slots.append(runs)
@@ -135,7 +132,7 @@ def _runs(
     members: Sequence[tuple[Sequence[int], int]],
     progressions: Sequence[Sequence[tuple[int, int, int, int]]],
 ) -> list[StoredRun]:
-    """The pieces that one row describes, in all files that have it."""
+    """The runs described by one row, in all files that have it."""
     dtype, slot, length, numel = row[5:9]
     if slot >= 0 and numel == length:
         return [

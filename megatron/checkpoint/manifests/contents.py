@@ -1,4 +1,4 @@
-"""What a checkpoint folder holds, whatever version of the format says so."""
+"""The contents of a checkpoint folder, independent of the version of the format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.checkpoint.catalogue import Catalogue
 
 @dataclass(frozen=True)
 class StoredFile:
-    """One file of a checkpoint: its size and the SHA-256 of the whole and of each chunk."""
+    """A file of a checkpoint: its size, and the SHA-256 of the whole file and of each chunk."""
 
     name: str
     size_bytes: int
@@ -23,7 +23,7 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class IndexFile:
-    """A part of a manifest: the entries of so many consecutive files."""
+    """A part of a manifest with the entries of `file_count` consecutive files."""
 
     name: str
     size_bytes: int
@@ -33,10 +33,10 @@ class IndexFile:
 
 @final
 class IndexedFiles(Sequence[StoredFile]):
-    """The files of a checkpoint by number; an index file is opened when one of its files is asked for.
+    """The files of a checkpoint by number; index files are read lazily.
 
     Args:
-        open_index: the files in an index file, given its number and the number of its first file.
+        open_index: returns the files in an index file, given its number and the number of its first file.
     """
 
     def __init__(self, indexes: Sequence[IndexFile], open_index: Callable[[int, int], tuple[StoredFile, ...]]) -> None:
@@ -53,7 +53,7 @@ class IndexedFiles(Sequence[StoredFile]):
     def __getitem__(self, number: slice) -> Sequence[StoredFile]: ...
     def __getitem__(self, number: int | slice) -> StoredFile | Sequence[StoredFile]:
         if isinstance(number, slice):
-            return [self[at] for at in range(*number.indices(len(self)))]
+            return [self[index] for index in range(*number.indices(len(self)))]
         if not 0 <= number < len(self):
             raise IndexError(number)
         index = int(np.searchsorted(self._firsts, number, side="right")) - 1
@@ -65,11 +65,11 @@ class IndexedFiles(Sequence[StoredFile]):
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """What a checkpoint folder holds.
+    """The contents of a checkpoint folder.
 
     Attributes:
-        files: looked up one by one; see `IndexedFiles`.
-        indexes: the files that parts of the manifest lie in; none for most.
+        files: read lazily if there are index files.
+        indexes: files with parts of the manifest; empty for most checkpoints.
     """
 
     step: int

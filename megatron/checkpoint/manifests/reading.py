@@ -1,4 +1,4 @@
-"""Reads a manifest: turns its parsed JSON into values, and refuses what no program of ours has written."""
+"""Reads a manifest: converts its parsed JSON into values, and rejects anything that this program does not write."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron.parallel.pieces import PieceKey
 _LARGEST_NUMBER = 2**62
 _LEAST_HEADER_BYTES = 10  # of a safetensors file: the length of its header, and {}
 _MOST_FILES = 2**20
-_MOST_PARTS = 2**27  # of runs that begin in different files or go through them in different steps
+_MOST_PARTS = 2**27  # of runs that start in different files or have different steps
 _LONGEST_NAME = 500
 _FILE_NAME = re.compile(r"pieces_[0-9]{5,7}\.safetensors\Z")
 _INDEX_NAME = re.compile(r"index_[0-9]{5,7}\.json\Z")
@@ -37,30 +37,28 @@ def read_values(path: Path, values: dict[str, Any], digest: str, storage: Storag
     """The manifest in a parsed text; its index files are not opened.
 
     Raises:
-        DamagedError: something in it cannot be.
+        DamagedError: an entry is invalid.
     """
     return _Rows(path, values).manifest(digest, storage)
 
 
 def read_index(folder: Path, index: IndexFile, storage: Storage) -> bytearray:
-    """The text of an index file, whose digest is right.
+    """The verified text of an index file.
 
     Raises:
-        DamagedError: it is missing or was changed.
-        StorageError: the system refused for a reason that has nothing to do with the file.
+        DamagedError: it is missing or was modified.
+        StorageError: the system refused to read it, for a reason unrelated to the file.
     """
     path = folder / index.name
     text = read_whole(storage, path)
     if len(text) != index.size_bytes or hashlib.sha256(text).hexdigest() != index.sha256:
-        raise DamagedError(
-            f"{path} is damaged: it is not the index file that its manifest describes. Use another checkpoint."
-        )
+        raise DamagedError(f"{path} is damaged: it does not match the digest in the manifest. Use another checkpoint.")
     return text
 
 
 @final
 class _Rows:
-    """The tables of a manifest or of an index file: numbers, names, files, tensors and the descriptions of pieces."""
+    """The tables of a manifest or of an index file."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self.path = path
@@ -71,7 +69,7 @@ class _Rows:
         indexes, tensors = self._indexes(storage), self._tensors()
         in_root = self._files(chunk_bytes)
         if indexes and in_root:
-            self._refuse("it has files and index files; one of both must be empty")
+            self._refuse("it has both files and index files")
         count = len(in_root) or sum(index.file_count for index in indexes)
         if count > _MOST_FILES:
             self._refuse(f"it has {count} files; {_MOST_FILES} are allowed")
@@ -112,11 +110,11 @@ class _Rows:
         return tuple(indexes)
 
     def _runs(self, file_count: int, tensors: Tensors) -> list[StoredRun]:
-        """Reads the runs; each row is given up as soon as it is read, so that not all are in memory twice."""
+        """Reads the runs; frees each row as soon as it is read, so that the table is not in memory twice."""
         runs: list[StoredRun] = []
         rows: list[Any] = self._rows("pieces", (8, 10))
-        for at, row in enumerate(rows):
-            rows[at] = None
+        for index, row in enumerate(rows):
+            rows[index] = None
             key, dtype = self._described(row, tensors)
             numbers = [self._number(value, "an index") for value in row[7:]]
             file, step, length = numbers if len(numbers) == 3 else (numbers[0], 1, key.numel)
@@ -126,13 +124,13 @@ class _Rows:
                 )
             run = StoredRun(key, dtype, file, step, length)
             if file + (run.parts - 1) * step >= file_count:
-                self._refuse(f"index {file + (run.parts - 1) * step} points beyond its table")
+                self._refuse(f"index {file + (run.parts - 1) * step} is out of range")
             runs.append(run)
         return runs
 
     def _held_bytes(self, file_count: int, runs: Sequence[StoredRun]) -> npt.NDArray[np.int64]:
         if sum(run.key.numel * ITEM_BYTES[run.dtype] for run in runs) > _LARGEST_NUMBER:
-            self._refuse("its pieces take more bytes than there are numbers for")
+            self._refuse("the total size of its pieces is out of range")
         progressions: dict[tuple[int, int, int], int] = {}
         for run in runs:
             last = run.part(run.parts - 1).numel
@@ -142,22 +140,22 @@ class _Rows:
             ):
                 progressions[progression] = progressions.get(progression, 0) + length * ITEM_BYTES[run.dtype]
         if sum(parts for _, _, parts in progressions) > _MOST_PARTS:
-            self._refuse(f"its pieces go through the files in {len(progressions)} ways, which no layout does")
+            self._refuse(f"its pieces have {len(progressions)} sequences of files, more than any layout needs")
         held = np.zeros(file_count, dtype=np.int64)
         for (file, step, parts), size_bytes in progressions.items():
             held[file : file + parts * step : step] += size_bytes
         return held
 
     def _check_held(self, files: Sequence[StoredFile], held_bytes: npt.NDArray[np.int64]) -> None:
-        """In every file there must be pieces, and room for its header before them."""
+        """Checks that every file has pieces, and space for its header before them."""
         for file, held in zip(files, held_bytes.tolist(), strict=False):
             if not held:
-                self._refuse(f"no piece lies in {file.name}")
+                self._refuse(f"{file.name} has no pieces")
             if file.size_bytes - held < _LEAST_HEADER_BYTES:
-                self._refuse(f"{file.name} has {file.size_bytes} bytes, and its pieces and header take more than that")
+                self._refuse(f"{file.name} has {file.size_bytes} bytes, less than its pieces and header take")
 
     def _head(self) -> tuple[int, str, dict[str, Any], int]:
-        """Step, run, record and bytes of a chunk."""
+        """Step, run, record and chunk size in bytes."""
         record = self.values.get("record")
         if not isinstance(record, dict):
             self._refuse("record is not an object")
@@ -187,9 +185,9 @@ class _Rows:
 
     def _described(self, row: list[Any], tensors: Tensors) -> tuple[PieceKey, str]:
         """Key and element type of a row that begins with tensor, kind, element type, start, stop, first, last."""
-        for place in (0, 1, 2, 5, 6):
-            if type(row[place]) is not int or not 0 <= row[place] <= _LARGEST_NUMBER:
-                self._number(row[place], "an index" if place in (0, 1, 2) else "a piece")
+        for column in (0, 1, 2, 5, 6):
+            if type(row[column]) is not int or not 0 <= row[column] <= _LARGEST_NUMBER:
+                self._number(row[column], "an index" if column in (0, 1, 2) else "a piece")
         name, shape = self._entry(tensors, row[0])
         kind, dtype = (
             as_kind(self._entry(self.values.get("kinds"), row[1])),
@@ -205,11 +203,11 @@ class _Rows:
         return key, dtype
 
     def _check_tensors(self, tensors: Tensors, runs: Sequence[StoredRun]) -> None:
-        """Pieces must make up whole tensors, else an older checkpoint is the better one."""
-        held = {run.key.name for run in runs}
+        """Checks that the pieces cover whole tensors."""
+        names = {run.key.name for run in runs}
         for name, _ in tensors:
-            if name not in held:
-                self._refuse(f"no piece of tensor {name} is in any file")
+            if name not in names:
+                self._refuse(f"tensor {name} has no pieces")
         if not runs:
             self._refuse("it lists no pieces")
         types: dict[tuple[str, str], str] = {}
@@ -220,7 +218,7 @@ class _Rows:
         try:
             check_complete(run.key for run in runs)
         except CheckpointError as failure:
-            raise DamagedError(f"{self.path} is not whole: {failure} Use another checkpoint.") from failure
+            raise DamagedError(f"{self.path} is incomplete: {failure} Use another checkpoint.") from failure
 
     def _rows(self, name: str, widths: tuple[int, ...]) -> list[list[Any]]:
         rows = self.values.get(name)
@@ -230,7 +228,7 @@ class _Rows:
 
     def _entry(self, table: Any, number: int) -> Any:
         if not isinstance(table, list | tuple) or number >= len(table):
-            self._refuse(f"index {number} points beyond its table")
+            self._refuse(f"index {number} is out of range")
         return table[number]
 
     def _number(self, value: Any, what: str) -> int:
@@ -244,7 +242,6 @@ class _Rows:
         return value
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Raises the error for something that no program of ours has written."""
         raise DamagedError(f"{self.path} is not a valid manifest: {problem}. Use another checkpoint.")
 
     def _file(self, row: list[Any], chunk_bytes: int) -> StoredFile:
@@ -253,7 +250,7 @@ class _Rows:
             self._refuse(f"file name {printable(name)} is not of the form pieces_00000.safetensors")
         size_bytes = self._number(size, f"size of {name}")
         if not isinstance(chunks, list) or len(chunks) != -(-size_bytes // chunk_bytes):
-            self._refuse(f"{name} has {size_bytes} bytes, which does not fit its number of chunk digests")
+            self._refuse(f"{name} has {size_bytes} bytes, which does not match its number of chunk digests")
         for text in chunks:
             self._digest(text, name)
         return StoredFile(name, size_bytes, self._digest(digest, name), tuple(chunks))
@@ -261,7 +258,7 @@ class _Rows:
     def _tensor(self, row: list[Any]) -> tuple[str, tuple[int, ...]]:
         name, shape = row
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
-            self._refuse(f"tensor name {printable(name)} is not a text of up to {_LONGEST_NAME} printable letters")
+            self._refuse(f"tensor name {printable(name)} is not a string of up to {_LONGEST_NAME} printable characters")
         return name, self._numbers(shape, f"shape of {name}")
 
     def _numbers(self, values: Any, what: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The text of a manifest and of its parts: read in bounded memory, and nothing else until its digest was compared."""
+"""The text of a manifest and of its index files, read in bounded memory; not parsed before its digest is verified."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from megatron.errors import DamagedError
 
 SEAL_BYTES = len(b'"digest": "') + 64 + len(b'"\n}\n')
 
-_LEAST_FILE_BYTES = 16  # of a checkpoint on the disk, for every byte of memory that its manifest takes beyond the bound
+_LEAST_FILE_BYTES = 16  # on disk, for every byte of memory that the manifest takes beyond the bound
 _SEAL = re.compile(rb'"digest": "([0-9a-f]{64})"\n}\n\Z')
 
 
 def sealed(body: bytes) -> bytes:
-    """The text of a JSON object up to its last entry, with the digest of that text as the last entry."""
+    """Appends the digest of a JSON text as its last entry."""
     return body + b'"digest": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def digest_in(tail: bytes | bytearray) -> str | None:
-    """The digest with which a text ends, or None if it ends otherwise."""
+    """The digest at the end of a text; None if there is none."""
     seal = _SEAL.search(tail[-SEAL_BYTES:])
     return None if seal is None else seal.group(1).decode()
 
 
 def read_whole(storage: Storage, path: Path) -> bytearray:
-    """The bytes of a manifest, whose content is not checked yet.
+    """The unverified bytes of a manifest.
 
     Raises:
         DamagedError: it is missing, or too large for the files next to it.
-        StorageError: the system refused for a reason that has nothing to do with the file.
+        StorageError: the system refused to read it, for a reason unrelated to the file.
     """
     try:
         with opened(storage, path) as (handle, size_bytes):
@@ -46,7 +46,7 @@ def read_whole(storage: Storage, path: Path) -> bytearray:
 
 
 def check_size(storage: Storage, path: Path, size_bytes: int) -> None:
-    """Checks that a manifest is not larger than the files next to it give a reason for.
+    """Checks that a manifest is not too large for the files next to it.
 
     Raises:
         DamagedError: it is.
@@ -55,8 +55,8 @@ def check_size(storage: Storage, path: Path, size_bytes: int) -> None:
         largest_bytes = (LARGEST_BYTES + _more_bytes(storage, path)) // 2
         if size_bytes > largest_bytes:
             raise DamagedError(
-                f"{path} has {size_bytes} bytes; a manifest has at most {largest_bytes} for files of "
-                "these sizes. Use another checkpoint."
+                f"{path} has {size_bytes} bytes; a manifest for files of these sizes has at most {largest_bytes}. "
+                "Use another checkpoint."
             )
 
 
@@ -64,19 +64,19 @@ def parsed(path: Path, text: bytes | bytearray, storage: Storage) -> dict[str, A
     """The JSON object in a text.
 
     Raises:
-        DamagedError: it holds none, or one that would take more memory than files of these sizes need.
+        DamagedError: there is none, or it would take more memory than files of these sizes need.
     """
     try:
         values = parse_bounded(text, lambda: _more_bytes(storage, path))
         if not isinstance(values, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not a JSON object")
     except ValueError as failure:
         raise DamagedError(f"{path} is not a manifest: {failure}. Use another checkpoint.") from failure
     return values
 
 
 def _more_bytes(storage: Storage, path: Path) -> int:
-    """The memory that a manifest may take beyond the usual: a checkpoint that fills a large disk has many pieces."""
+    """Memory that a manifest may take beyond the usual bound: large checkpoints have many pieces."""
     try:
         return storage.taken_bytes(path.parent) // _LEAST_FILE_BYTES
     except OSError as failure:

@@ -1,16 +1,16 @@
-"""Writes the manifest of a checkpoint: a root, in which a run of pieces has one row, and for many files index files.
+"""Writes the manifest of a checkpoint: a root with one row per run of pieces, and index files if there are many files.
 
 Entries of the root, `manifest.json`, in order:
-    format, format_version, step, run: the program's name for the format, 2, the step, a random name of the save.
+    format, format_version, step, run: the name of the format, 2, the step, a random name of the save.
     record: the caller's JSON object.
-    chunk_bytes: files are hashed in chunks of this many bytes, the last one shorter.
-    tensors: rows of global name, global shape. kinds, types: the words that pieces refer to by number.
-    pieces: rows of tensor, kind and element type (numbers in these tables), box start, box stop, flat range in the box
-        (first, last), file, and if the range has several parts: step, length. Part i has `length` elements from
-        `first + i * length` on (the last part those that are left) and lies in file `file + i * step`. The parts in a
-        file lie side by side in the order of these rows, up to its end. Values are little-endian and row-major.
-    files: rows of name, size in bytes, SHA-256, list of the chunks' SHA-256; a file's number is that of its row.
-    indexes: rows of name, size in bytes, SHA-256 and number of files of the index files that hold the rows of files
+    chunk_bytes: files are hashed in chunks of this size; the last chunk may be shorter.
+    tensors: rows of global name, global shape. kinds, types: the strings that pieces refer to by index.
+    pieces: rows of tensor, kind and element type (indices into these tables), box start, box stop, flat range in the
+        box (first, last), file, and for a range with several parts: step, length. Part i has `length` elements starting
+        at `first + i * length` (the last part may be shorter) and is in file `file + i * step`. The parts in a file are
+        contiguous, in the order of these rows, up to its end. Values are little-endian and row-major.
+    files: rows of name, size in bytes, SHA-256, list of the chunks' SHA-256; the row index is the file number.
+    indexes: rows of name, size in bytes, SHA-256 and number of files of the index files that contain the rows of files
         instead, in order: JSON objects with format, run and files. They are opened when one of their files is read.
     digest: SHA-256 of everything before this entry.
 """
@@ -44,7 +44,7 @@ def manifest_texts(
     files: Sequence[StoredFile],
     runs: Sequence[StoredRun],
 ) -> tuple[bytes, dict[str, bytes]]:
-    """The text of a manifest and those of its index files, by name.
+    """The text of a manifest, and the texts of its index files by name.
 
     Raises:
         CheckpointError: the record is not JSON.
@@ -76,14 +76,14 @@ def record_text(record: Mapping[str, Any]) -> str:
     """The caller's record as JSON.
 
     Raises:
-        CheckpointError: it holds something that JSON cannot hold (NaN and infinities included).
+        CheckpointError: it is not JSON-serializable (NaN and infinities included).
     """
     try:
         text = json.dumps(record, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as failure:
         raise CheckpointError(
-            f"the record that goes with the checkpoint is not JSON: {failure}. It may hold numbers (finite), texts, "
-            "true, false, null, lists and objects with text keys."
+            f"the record of the checkpoint is not JSON: {failure}. It may contain finite numbers, strings, booleans, "
+            "null, lists and objects with string keys."
         ) from failure
     return text
 
@@ -93,7 +93,7 @@ def _compact(value: Any) -> str:
 
 
 def _portions(rows: Sequence[str]) -> Iterator[list[str]]:
-    """Consecutive rows that go into one index file each."""
+    """Splits the rows into consecutive portions, one for each index file."""
     portion: list[str] = []
     size = 0
     for row in rows:

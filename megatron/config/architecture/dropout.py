@@ -1,4 +1,4 @@
-"""Which dropout probabilities are possible: masks are made of 16 random bits per entry."""
+"""Dropout probabilities that masks of 16 random bits per entry can represent."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _TOLERANCE = 0.01  # relative, of the probability to drop and of the probability
 
 
 def dropout_problems(option: str, probability: float) -> Iterator[str]:
-    """A sentence if rounding would change a probability by more than 1%; near 0 it would drop nothing, near 1
-    everything.
+    """Reports a probability that rounding would change by more than 1%.
 
-    torch's fused attention on a GPU rounds to fewer bits still (FlashAttention to 8).
+    Near 0 nothing would be dropped, near 1 everything. torch's fused attention on a GPU rounds to fewer bits still
+    (FlashAttention to 8).
     """
     if not 0 <= probability < 1:
         return
@@ -24,6 +24,6 @@ def dropout_problems(option: str, probability: float) -> Iterator[str]:
     usable = [f"{step / DROPOUT_STEPS!r}" for step in (int(steps), int(steps) + 1) if 0 < step < DROPOUT_STEPS]
     below = ["0"] if steps < 1 else []
     yield (
-        f"{option} {probability!r} is not possible: masks round it to a multiple of 1/{DROPOUT_STEPS}, here to "
+        f"{option} {probability!r} cannot be represented: masks round it to a multiple of 1/{DROPOUT_STEPS}, here to "
         f"{round(steps) / DROPOUT_STEPS!r}. Use {' or '.join(below + usable)}."
     )

@@ -10,17 +10,15 @@ from megatron.config.flags.section import ConfigSection
 
 @dataclass(frozen=True)
 class EncoderFields(ConfigSection):
-    """What BERT and RoBERTa have and GPT does not.
+    """Parts of BERT and RoBERTa that GPT lacks.
 
     Source: Devlin et al., "BERT", 2019, section 3 and appendix A; NVIDIA Megatron-LM
     `megatron/core/models/bert/bert_model.py` and `pretrain_bert.py` (token types only with the sentence-order head).
     """
 
-    bidirectional: bool = network_flag(
-        False, "every token attends to all tokens of its segment, later ones included (BERT)"
-    )
+    bidirectional: bool = network_flag(False, "bidirectional attention, as in BERT, instead of causal")
     token_types: int = network_flag(
-        help="rows of the token-type embedding (BERT 2, RoBERTa 1); 2 if unset with --sentence-order-head, else none",
+        help="rows of the token-type embedding (BERT 2, RoBERTa 1); 2 with --sentence-order-head, else 0 if unset",
         computed=lambda model: 2 if model.sentence_order_head else 0,
         at_least=0,
         at_most=2**16,
@@ -28,10 +26,10 @@ class EncoderFields(ConfigSection):
         spelled=("--num-token-types",),
     )
     masked_lm_head: bool = network_flag(
-        False, "a dense layer, an activation and a norm before the output matrix, and a bias for every vocabulary entry"
+        False, "masked-LM head: dense layer, activation and norm before the output matrix, and an output bias"
     )
     sentence_order_head: bool = network_flag(
         False,
-        "a pooler over the first token that tells whether the two segments of a sample were swapped",
+        "pooler over the first token that predicts if the two segments of a sample were swapped",
         spelled=("--bert-no-binary-head",),
     )

@@ -1,4 +1,4 @@
-"""Norms: which kind, and where they are in a block."""
+"""Normalization layers: their kind, and their position in a block."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ PRE, SANDWICH, POST_BRANCH, POST = "pre", "sandwich", "post_branch", "post"
 
 @dataclass(frozen=True)
 class NormFields(ConfigSection):
-    """Kind and place of the norms."""
+    """Kind and position of the norms."""
 
     normalization: str = network_flag(
         LAYER_NORM,
-        "kind of norm",
+        "normalization layer",
         choices=(LAYER_NORM, RMS_NORM),
         synonyms={"layernorm": LAYER_NORM, "rmsnorm": RMS_NORM},
     )
     layernorm_epsilon: float = network_flag(
-        1e-5, "epsilon of every norm", at_least=SMALLEST_FLOAT32, spelled=("--norm-epsilon",)
+        1e-5, "epsilon of the normalization layers", at_least=SMALLEST_FLOAT32, spelled=("--norm-epsilon",)
     )
-    apply_layernorm_1p: bool = network_flag(False, "norm weights are stored as their difference from 1 (zero-centred)")
+    apply_layernorm_1p: bool = network_flag(False, "zero-centered norm weights: store the difference from 1")
     embed_layernorm: bool = network_flag(
-        False, "a norm right after the word embedding; in an encoder after the sum of all embeddings"
+        False, "normalize the word embedding; in an encoder, the sum of all embeddings"
     )
     norm_placement: str = network_flag(
         PRE,
-        "norms before attention and feed-forward, both before and after them, only after them, or after the residual "
-        "additions (post: the original BERT, without a final norm)",
+        "position of the norms: before attention and MLP (pre), before and after them (sandwich), only after them "
+        "(post_branch), or after the residual addition as in the original BERT, without a final norm (post)",
         choices=(PRE, SANDWICH, POST_BRANCH, POST),
     )
     apply_residual_connection_post_layernorm: bool = network_flag(
-        False, "the residual is taken after the norm instead of before it"
+        False, "take the residual after the norm instead of before it"
     )
     parallel_residual: bool = network_flag(
         False,
-        "attention and feed-forward both read the block's input, and both outputs are added to it",
+        "compute attention and MLP in parallel from the block's input and add both outputs to it",
         spelled=("--use-parallel-residual", "--gpt-j-residual"),
     )

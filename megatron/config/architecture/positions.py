@@ -1,4 +1,4 @@
-"""How the network knows the order of tokens: learned vectors, rotation of queries and keys, or a bias on the scores."""
+"""Position encodings: learned embeddings, RoPE, or ALiBi."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ LEARNED, ROPE, ALIBI, NO_POSITIONS = "learned_absolute", "rope", "alibi", "none"
 
 
 def _needed_positions(model: PositionFields) -> int:
-    """Always an error here: the sequence length is in another section, and `parse` fills it in where it is enough."""
+    """Always raises: the default is the sequence length of another section, which `parse` fills in."""
     raise ConfigError(
-        "--max-position-embeddings is required: rows of the learned position embedding, at least the sequence length."
+        "--max-position-embeddings is required: size of the learned position embedding, at least --seq-length."
     )
 
 
 @dataclass(frozen=True)
 class PositionFields(ConfigSection):
-    """Kind of positions, and the frequencies of rotary ones.
+    """Kind of position encoding, and the frequencies of RoPE.
 
     Source of the scalings: transformers, `modeling_rope_utils.py`; YaRN: Peng et al., 2023.
     """
 
     max_position_embeddings: int = network_flag(
-        help="rows of the learned position embedding, at least the sequence length; with other positions the context "
-        "the network is made for, --seq-length if unset",
+        help="size of the learned position embedding, at least --seq-length; with other position encodings the context "
+        "length, --seq-length if unset",
         computed=_needed_positions,
         spelled=("--max-absolute-position-embeddings",),
         at_least=1,
@@ -35,7 +35,7 @@ class PositionFields(ConfigSection):
     )
     position_embedding_type: str = network_flag(
         LEARNED,
-        "how tokens are positioned",
+        "position encoding",
         choices=(LEARNED, ROPE, ALIBI, NO_POSITIONS),
         synonyms={
             "absolute": LEARNED,
@@ -46,49 +46,58 @@ class PositionFields(ConfigSection):
             "PositionEmbeddingType.alibi": ALIBI,
         },
     )
-    rotary_percent: float = network_flag(1.0, "share of each head's width that is rotated", above=0, at_most=1)
+    rotary_percent: float = network_flag(1.0, "fraction of the head size that RoPE rotates", above=0, at_most=1)
     rotary_base: float = network_flag(
         10000.0,
-        "base of the rotation frequencies",
+        "base of the RoPE frequencies",
         at_least=1,
         spelled=("--rotary-position-embeddings-theta", "--rope-theta"),
     )
-    rotary_interleaved: bool = network_flag(False, "rotate neighbouring channels instead of the two halves of a head")
+    rotary_interleaved: bool = network_flag(
+        False, "rotate adjacent channels (GPT-J style) instead of the two halves of a head"
+    )
     rotary_base_windowed: float | None = network_flag(
-        None, "base of the unscaled frequencies in layers with a sliding window", at_least=1
+        None, "base of the RoPE frequencies, unscaled, in sliding-window layers; --rotary-base if unset", at_least=1
     )
     rope_layer_pattern: tuple[int, ...] = network_flag(
-        (), "1 for layers that rotate, 0 for layers without positions, repeated over the layers", choices=(0, 1)
+        (),
+        "1 for layers with RoPE, 0 for layers without positions, repeated over the layers; all 1 if unset",
+        choices=(0, 1),
     )
     rope_scaling_type: str = network_flag(
         "none",
-        "how the rotation frequencies are stretched for longer contexts",
+        "scaling of the RoPE frequencies for longer contexts",
         choices=("none", "linear", "dynamic", "llama3", "yarn", "longrope"),
     )
     rope_scaling_factor: float = network_flag(
-        8.0, "factor of the stretched context", at_least=1, spelled=("--rotary-scaling-factor",)
+        8.0, "context extension factor of --rope-scaling-type", at_least=1, spelled=("--rotary-scaling-factor",)
     )
     rope_original_max_positions: int | None = network_flag(
         None,
-        "context that the unscaled network was trained with; --max-position-embeddings if unset",
+        "context length before scaling; --max-position-embeddings if unset",
         at_least=1,
         spelled=("--yarn-original-max-position-embeddings",),
     )
-    rope_low_freq_factor: float = network_flag(1.0, "llama3: below this, frequencies are divided", above=0)
-    rope_high_freq_factor: float = network_flag(4.0, "llama3: above this, frequencies are unchanged", above=0)
+    rope_low_freq_factor: float = network_flag(1.0, "llama3: frequencies below this factor are divided", above=0)
+    rope_high_freq_factor: float = network_flag(4.0, "llama3: frequencies above this factor are unchanged", above=0)
     rope_beta_fast: float = network_flag(
-        32.0, "yarn: rotations above which frequencies are unchanged", above=0, spelled=("--yarn-beta-fast",)
+        32.0, "yarn: number of rotations above which frequencies are unchanged", above=0, spelled=("--yarn-beta-fast",)
     )
     rope_beta_slow: float = network_flag(
-        1.0, "yarn: rotations below which frequencies are divided", above=0, spelled=("--yarn-beta-slow",)
+        1.0, "yarn: number of rotations below which frequencies are divided", above=0, spelled=("--yarn-beta-slow",)
     )
     yarn_correction_range_round_to_int: bool = network_flag(
-        True, "yarn: the channels between which frequencies are interpolated are whole numbers"
+        True, "yarn: round the bounds of the interpolated channels to integers"
     )
     rope_attention_factor: float | None = network_flag(
-        None, "yarn and longrope: factor of cosine and sine; from the context lengths if unset", above=0)  # fmt: skip
-    rope_short_factors: tuple[float, ...] = network_flag((), "longrope: divisors up to the original context", above=0)
-    rope_long_factors: tuple[float, ...] = network_flag((), "longrope: divisors beyond it", above=0)
+        None, "yarn, longrope: factor applied to cos and sin; derived from the context lengths if unset", above=0
+    )
+    rope_short_factors: tuple[float, ...] = network_flag(
+        (), "longrope: frequency divisors up to the original context", above=0
+    )
+    rope_long_factors: tuple[float, ...] = network_flag(
+        (), "longrope: frequency divisors beyond the original context", above=0
+    )
 
     @property
     def uses_rope(self) -> bool:
@@ -96,26 +105,23 @@ class PositionFields(ConfigSection):
 
     @property
     def original_context(self) -> int:
-        """Tokens of the context that the scalings of the rotation frequencies start from."""
+        """Context length in tokens before RoPE scaling."""
         return self.rope_original_max_positions or self.max_position_embeddings
 
     @property
     def short_context(self) -> int | None:
-        """Length of a text beyond which all its tokens are rotated differently (longrope); None if there is none."""
+        """Text length beyond which all tokens are rotated differently (longrope); None without such a limit."""
         if not self.uses_rope or self.rope_scaling_type != "longrope":
             return None
         return self.original_context
 
     @property
     def rotations_fixed_up_to(self) -> int | None:
-        """Length of a text beyond which its rotations depend on how long it is (dynamic, longrope); None if they never
-        do.
-        """
+        """Text length beyond which rotations depend on the length (dynamic, longrope); None if they never do."""
         if not self.uses_rope or self.rope_scaling_type not in ("dynamic", "longrope"):
             return None
         return self.original_context
 
     def is_rotary_layer(self, layer: int) -> bool:
-        """Whether block `layer` rotates its queries and keys."""
         pattern = self.rope_layer_pattern
         return self.uses_rope and (not pattern or bool(pattern[layer % len(pattern)]))

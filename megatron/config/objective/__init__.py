@@ -1,1 +1,1 @@
-"""What is learned from which part of the data: the loss, the masking of masked language models, examples."""
+"""Training objectives: the loss, masked language modelling, fine-tuning on examples, distillation."""

@@ -1,4 +1,4 @@
-"""Distillation: training towards the outputs of a trained network as well as towards the labels."""
+"""Knowledge distillation: training on the outputs of a teacher as well as on the labels."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ from megatron.config.flags.section import ConfigSection
 
 @dataclass(frozen=True)
 class DistillationConfig(ConfigSection):
-    """The teacher, and how much its outputs count.
+    """The teacher and the weight of its outputs.
 
-    The architecture of the teacher is in its checkpoint; flags that describe it are checked against that.
+    The checkpoint of the teacher holds its architecture; flags that describe it are checked against that.
 
-    Source of the flags: deepspeedai Megatron-DeepSpeed `megatron/arguments.py`, `_add_distillation_args`. There the end
-    of the distillation has no flag: the run is started again without --mos.
+    Source of the flags: deepspeedai Megatron-DeepSpeed `megatron/arguments.py`, `_add_distillation_args`.
+    There the end of distillation has no flag: the run is restarted without --mos.
     """
 
-    kd: bool = flag(False, "distill: train towards the outputs of a teacher as well (--load-teacher)")
+    kd: bool = flag(False, "knowledge distillation: train on the outputs of a teacher as well (--load-teacher)")
     mos: bool = flag(False, "same as --kd (mixture of students); usually with --kd-iters")
     load_teacher: str | None = flag(
         None,
-        "the teacher: a folder of checkpoints, of which the newest that verifies is taken, or one checkpoint",
+        "checkpoint of the teacher, or a folder of checkpoints, of which the newest valid one is loaded",
         path=PathUse.FOLDER,
     )
-    kd_alpha_ce: float = flag(1.0, "weight of the loss on the labels, which upstream always has at 1", at_least=0)
-    kd_beta_ce: float = flag(1.0, "weight of the divergence from the teacher", at_least=0)
-    kd_temp: float = flag(1.0, "temperature of both distributions in the divergence", above=0)
+    kd_alpha_ce: float = flag(1.0, "weight of the loss on the labels (always 1 upstream)", at_least=0)
+    kd_beta_ce: float = flag(1.0, "weight of the KL divergence from the teacher", at_least=0)
+    kd_temp: float = flag(1.0, "temperature of both distributions in the KL divergence", above=0)
     kd_iters: int | None = flag(
         None,
-        "distill for this many iterations from the start and on the labels alone after that; all if unset",
+        "iterations of distillation at the start of the run, followed by training on the labels alone; all if unset",
         at_least=1,
     )
     num_layers_teacher: int | None = flag(
-        None, "transformer blocks of the teacher, to check against its checkpoint", at_least=1
+        None, "number of layers of the teacher, checked against its checkpoint", at_least=1
     )
-    hidden_size_teacher: int | None = flag(None, "width of the teacher, to check against its checkpoint", at_least=1)
+    hidden_size_teacher: int | None = flag(
+        None, "hidden size of the teacher, checked against its checkpoint", at_least=1
+    )
     num_attention_heads_teacher: int | None = flag(
-        None, "attention heads of the teacher, to check against its checkpoint", at_least=1
+        None, "attention heads of the teacher, checked against its checkpoint", at_least=1
     )
     num_experts_teacher: int | None = flag(
         None,
-        "feed-forward networks per layer of the teacher, to check against its checkpoint; several numbers give one "
-        "for each layer with experts",
+        "experts per MoE layer of the teacher, checked against its checkpoint; several values give one for each MoE "
+        "layer",
         at_least=1,
         by_layer="moe_expert_counts_teacher",
     )
     moe_expert_counts_teacher: tuple[int, ...] = flag(
         (),
-        "experts of each layer of the teacher that has some, if they differ, to check against its checkpoint",
+        "experts of each MoE layer of the teacher, if they differ, checked against its checkpoint",
         at_least=1,
     )
 
@@ -60,7 +62,7 @@ class DistillationConfig(ConfigSection):
 
     @property
     def teacher_shape(self) -> dict[str, int | tuple[int, ...]]:
-        """The given flags of the teacher's architecture, by field."""
+        """The flags that describe the teacher's architecture, as far as they were given, by field."""
         given = {
             "num_layers": self.num_layers_teacher,
             "hidden_size": self.hidden_size_teacher,
@@ -71,5 +73,5 @@ class DistillationConfig(ConfigSection):
         return {name: value for name, value in given.items() if value is not None}
 
     def is_over(self, step: int) -> bool:
-        """Whether a run that has taken this many steps continues without the teacher."""
+        """Returns True if a run that has taken this many steps continues without the teacher."""
         return not self.is_on or (self.kd_iters is not None and step >= self.kd_iters)

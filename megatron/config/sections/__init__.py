@@ -1,5 +1,5 @@
-"""A frozen dataclass per section of the configuration; its fields are the flags, its rules are checked on creation.
+"""Sections of the configuration: frozen dataclasses whose fields are flags and which check themselves on creation.
 
-The sections of the network and of what is learned are in `config/architecture/` and `config/objective/`. A section
-knows only itself. Rules between flags are in `config/rules/`.
+The sections of the network and of the objective are in `config/architecture/` and `config/objective/`. A section does
+not refer to other sections; rules between flags are in `config/rules/`.
 """

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, when it writes its own and how, which of them are kept, and where copies go."""
+"""Checkpoints: the one to start from, when and how they are written, retention, and the secondary copy."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ _TAG = re.compile(r"(?:global_step|iter_)0*(\d+)")
 class LoadingConfig(ConfigSection):
     """The checkpoint to start from."""
 
-    load: str | None = flag(None, "folder to resume from, or an address such as s3://bucket/run", path=PathUse.FOLDER)
-    ckpt_step: int | None = flag(None, "step of the checkpoint in --load; the newest if unset", at_least=0)
-    load_tag: str | None = flag(None, "the same as a name, such as iter_0000500 or global_step500")
-    no_load_optim: bool = flag(False, "take the weights of a checkpoint but not its optimizer state")
-    finetune: bool = flag(False, "take only the weights of a checkpoint and start at step 0")
+    load: str | None = flag(
+        None, "checkpoint folder to load from, or an address such as s3://bucket/run", path=PathUse.FOLDER
+    )
+    ckpt_step: int | None = flag(None, "step of the checkpoint to load; the newest if unset", at_least=0)
+    load_tag: str | None = flag(None, "checkpoint to load by name, such as iter_0000500 or global_step500")
+    no_load_optim: bool = flag(False, "do not load the optimizer state")
+    finetune: bool = flag(False, "load only the weights and start at step 0")
     reset_iteration: bool = flag(
-        False, "as --finetune, but with the optimizer state of the checkpoint", spelled=("--reset-progress",)
+        False, "like --finetune, but load the optimizer state as well", spelled=("--reset-progress",)
     )
     from_scratch: bool = flag(
-        False, "start at step 0 although --load or --save holds checkpoints; given again, it continues what it began"
+        False, "start at step 0 although --load or --save holds checkpoints; a restart resumes the run as usual"
     )
-    exit_on_missing_checkpoint: bool = flag(False, "stop with an error if --load holds no checkpoint")
+    exit_on_missing_checkpoint: bool = flag(False, "exit with an error if --load holds no checkpoint")
 
     @property
     def takes_optimizer_state(self) -> bool:
-        """Whether the moments of the checkpoint in --load are taken over with its weights."""
+        """True if the optimizer state of the checkpoint is loaded with its weights."""
         return not self.no_load_optim and (self.reset_iteration or not self.finetune)
 
     @property
     def load_step(self) -> int | None:
-        """The step of the checkpoint that is asked for; None for the newest."""
+        """The step of the requested checkpoint; None for the newest."""
         named = None if self.load_tag is None else _TAG.fullmatch(self.load_tag)
         return self.ckpt_step if named is None else int(named.group(1))
 
@@ -47,7 +49,7 @@ class LoadingConfig(ConfigSection):
 
     def problems(self) -> Iterator[str]:
         if self.load_tag is not None and _TAG.fullmatch(self.load_tag) is None:
-            yield f"--load-tag {self.load_tag} names no step. Write it like iter_0000500, or use --ckpt-step 500."
+            yield f"--load-tag {self.load_tag} does not contain a step. Expected iter_0000500 or global_step500."
 
 
 _LINK = re.compile(r"(?![.-]|iter_)(?=.*\{step\})(?:[\w.-]|\{epoch\}|\{step\})+", re.ASCII)
@@ -55,58 +57,59 @@ _LINK = re.compile(r"(?![.-]|iter_)(?=.*\{step\})(?:[\w.-]|\{epoch\}|\{step\})+"
 
 @dataclass(frozen=True)
 class SavingConfig(ConfigSection):
-    """Folder and interval, background writing, retention, and the second copy."""
+    """Folder and interval, asynchronous saving, retention, and the secondary copy."""
 
-    save: str | None = flag(None, "folder checkpoints are written to", path=PathUse.FOLDER)
+    save: str | None = flag(None, "folder to save checkpoints to", path=PathUse.FOLDER)
     save_interval: int | None = flag(
-        None, "steps between checkpoints; only where the run ends or is stopped if 0 or unset", at_least=0
+        None,
+        "steps between checkpoints; if 0 or unset, one checkpoint at the end or when the run is stopped",
+        at_least=0,
     )
-    save_each_epoch: bool = flag(False, "also save at the end of each pass of --epochs")
-    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    save_each_epoch: bool = flag(False, "also save at the end of each epoch of --epochs")
+    no_save_optim: bool = flag(False, "do not save the optimizer state")
     async_save: bool = flag(
-        True, "write checkpoints in the background while training continues; needs host memory for a copy of the state"
+        True, "asynchronous saving: write checkpoints in the background, from a copy of the state in host memory"
     )
-    keep_last: int | None = flag(None, "checkpoints to keep; older ones are deleted after each save", at_least=1)
+    keep_last: int | None = flag(
+        None, "number of checkpoints to keep; older ones are deleted after each save", at_least=1
+    )
     keep_every: int | None = flag(
-        None, "with --keep-last: checkpoints whose step is a multiple of this are never deleted", at_least=1
+        None, "with --keep-last: never delete checkpoints whose step is a multiple of this", at_least=1
     )
-    keep_best: bool = flag(False, "with --keep-last: the checkpoint with the lowest validation loss is not deleted")
+    keep_best: bool = flag(False, "with --keep-last: never delete the checkpoint with the lowest validation loss")
     save_secondary: str | None = flag(
         None,
-        "folder, or address such as s3://bucket/run, that receives a verified copy of each checkpoint, and is loaded "
-        "from if --load has none",
+        "folder, or address such as s3://bucket/run, for a verified copy of each checkpoint; also the fallback if "
+        "--load holds none",
         path=PathUse.FOLDER,
     )
     save_secondary_per_node: bool = flag(
         False,
-        "--save-secondary is a folder on a disk of each node's own: a node gets the files of its ranks and of one "
-        "other node, and a resume puts together what is left",
+        "--save-secondary is a node-local folder: each node stores the files of its ranks and of one other node, and a "
+        "resume combines the surviving copies",
     )
 
-    max_failed_saves: int = flag(
-        3, "consecutive saves that the file system may refuse before the run ends with code 74", at_least=1
-    )
-    exit_on_failed_save: bool = flag(False, "end the run with code 74 at the first save that the file system refuses")
+    max_failed_saves: int = flag(3, "consecutive failed saves after which the run exits with code 74", at_least=1)
+    exit_on_failed_save: bool = flag(False, "exit with code 74 at the first failed save")
 
     checkpoint_link: str | None = flag(
         None,
-        "second name of each checkpoint, a link next to it, with {epoch} (from 0) and {step}, such as "
-        "'epoch{epoch}-step{step}'",
+        "name of a link to each checkpoint, with {epoch} (from 0) and {step}, such as 'epoch{epoch}-step{step}'",
     )
 
     @property
     def tolerated_failures(self) -> int:
-        """How many saves in a row may fail without an end of the run."""
+        """Number of consecutive failed saves that do not end the run."""
         return 0 if self.exit_on_failed_save else self.max_failed_saves - 1
 
     def link_name(self, epoch: int, step: int) -> str | None:
-        """The second name of a checkpoint; None if it is to have none."""
+        """The name of the link to a checkpoint; None without --checkpoint-link."""
         return None if self.checkpoint_link is None else self.checkpoint_link.format(epoch=epoch, step=step)
 
     def problems(self) -> Iterator[str]:
         yield from address_problems("--save", self.save)
         if self.checkpoint_link is not None and _LINK.fullmatch(self.checkpoint_link) is None:
             yield (
-                f"--checkpoint-link {self.checkpoint_link} cannot be the name of every checkpoint. Write letters, "
-                "digits and -_. around {step}, with {epoch} if wanted, such as 'epoch{epoch}-step{step}'."
+                f"--checkpoint-link {self.checkpoint_link} is not a valid link name. Use letters, digits and -_. with "
+                "{step} and optionally {epoch}, such as 'epoch{epoch}-step{step}'."
             )

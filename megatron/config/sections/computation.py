@@ -1,4 +1,4 @@
-"""How steps are computed: number formats, what is recomputed, and which implementation each operation has."""
+"""Computation of a step: precision, activation recomputation, and kernels."""
 
 from __future__ import annotations
 
@@ -16,33 +16,37 @@ _ABSENT_RECIPES = ("delayed", "mxfp8", "blockwise", "custom")  # Megatron-LM's o
 
 @dataclass(frozen=True)
 class PrecisionConfig(ConfigSection):
-    """The training dtype, the loss scale, and which matrix products are computed in eight bits."""
+    """The training dtype, loss scaling, and FP8 matrix products."""
 
     fp16: bool = flag(False, "train in float16 with loss scaling; CUDA only")
     bf16: bool = flag(False, "train in bfloat16")
-    loss_scale: float | None = flag(None, "constant fp16 loss scale; dynamic if unset", above=0)
-    initial_loss_scale: float = flag(2.0**32, "initial value of the dynamic loss scale", at_least=1)
-    min_loss_scale: float = flag(1.0, "lower bound of the dynamic loss scale", above=0)
-    loss_scale_window: float = flag(1000, "steps without overflow before the loss scale doubles", at_least=1)
-    hysteresis: int = flag(2, "overflows before the loss scale halves", at_least=1)
+    loss_scale: float | None = flag(None, "static fp16 loss scale; dynamic if unset", above=0)
+    initial_loss_scale: float = flag(2.0**32, "initial dynamic loss scale", at_least=1)
+    min_loss_scale: float = flag(1.0, "minimum dynamic loss scale", above=0)
+    loss_scale_window: float = flag(1000, "steps without overflow after which the loss scale doubles", at_least=1)
+    hysteresis: int = flag(2, "overflows after which the loss scale halves", at_least=1)
     fp8_format: str | None = flag(
         None,
-        "compute the matrix products of transformer blocks in 8 bits, with --bf16 around them: e4m3, or hybrid, with "
-        "gradients in e5m2. It has not been run on a GPU yet",
+        "FP8 matrix products in transformer blocks, on top of --bf16: e4m3, or hybrid with gradients in e5m2; not yet "
+        "run on a GPU",
         choices=(E4M3, HYBRID),
     )
-    fp8_e4m3: bool = flag(False, f"the same as --fp8-format {E4M3}")
-    fp8_hybrid: bool = flag(False, f"the same as --fp8-format {HYBRID}")
+    fp8_e4m3: bool = flag(False, f"same as --fp8-format {E4M3}")
+    fp8_hybrid: bool = flag(False, f"same as --fp8-format {HYBRID}")
     fp8_recipe: str = flag(
-        TENSORWISE, f"what has a scale of its own: {TENSORWISE}, a whole matrix; {ROWWISE}, each of its rows"
+        TENSORWISE, f"granularity of FP8 scaling factors: {TENSORWISE} one per matrix, {ROWWISE} one per row"
     )
-    fp8_wgrad: bool = flag(True, "compute gradients of weights in 8 bits too")
+    fp8_wgrad: bool = flag(True, "weight gradients in FP8")
     fp8_emulation: bool = flag(
-        False, "round as --fp8-format says and multiply in float32: slow, on any device, to compare losses"
+        False, "emulate FP8: round to --fp8-format and multiply in float32, on any device; slow, for comparing losses"
     )
-    first_last_layers_bf16: bool = flag(False, "leave the first and the last blocks in bf16")
-    num_layers_at_start_in_bf16: int = flag(1, "with --first-last-layers-bf16, how many first blocks", at_least=0)
-    num_layers_at_end_in_bf16: int = flag(1, "with --first-last-layers-bf16, how many last blocks", at_least=0)
+    first_last_layers_bf16: bool = flag(False, "keep the first and last layers in bf16")
+    num_layers_at_start_in_bf16: int = flag(
+        1, "number of first layers kept in bf16 by --first-last-layers-bf16", at_least=0
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "number of last layers kept in bf16 by --first-last-layers-bf16", at_least=0
+    )
 
     @property
     def dtype_name(self) -> str:
@@ -51,14 +55,14 @@ class PrecisionConfig(ConfigSection):
 
     @property
     def shown_name(self) -> str:
-        """The dtype, and what is in eight bits."""
+        """The dtype, and the FP8 format and recipe."""
         if self.fp8_format is None:
             return self.dtype_name
         emulated = ", emulated" if self.fp8_emulation else ""
         return f"{self.dtype_name} with fp8 products ({self.fp8_format}, {self.fp8_recipe}{emulated})"
 
     def float8_blocks(self, num_layers: int) -> range:
-        """The transformer blocks whose products are computed in eight bits."""
+        """The transformer blocks with FP8 matrix products."""
         if self.fp8_format is None:
             return range(0)
         if not self.first_last_layers_bf16:
@@ -72,7 +76,7 @@ class PrecisionConfig(ConfigSection):
     def problems(self) -> Iterator[str]:
         if self.fp8_recipe in _ABSENT_RECIPES:
             yield (
-                f"--fp8-recipe {self.fp8_recipe} is not supported: scales come from the values at hand, and are "
+                f"--fp8-recipe {self.fp8_recipe} is not supported: scales are computed from the current values, in "
                 f"float32. Use --fp8-recipe {TENSORWISE}, or {ROWWISE} for a scale per row."
             )
         elif self.fp8_recipe not in (TENSORWISE, ROWWISE):
@@ -81,39 +85,41 @@ class PrecisionConfig(ConfigSection):
 
 @dataclass(frozen=True)
 class RecomputeConfig(ConfigSection):
-    """Activation checkpointing: whole blocks, attention only, or nothing."""
+    """Activation checkpointing: full, attention only, or none."""
 
     checkpoint_activations: bool = flag(
-        False, "recompute each block in the backward pass instead of keeping its activations"
+        False, "activation checkpointing: recompute each layer in the backward pass instead of storing its activations"
     )
     checkpoint_num_layers: int = flag(
         1,
-        "blocks per recompute chunk",
+        "layers per recomputed chunk",
         spelled=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
         at_least=1,
     )
     distribute_saved_activations: bool = flag(
         False,
-        "with --checkpoint-activations, split the input that is kept of each block over the tensor-parallel ranks, as "
+        "with --checkpoint-activations, distribute the stored layer inputs over the tensor-parallel ranks, as "
         "--sequence-parallel does anyway",
         spelled=("--distribute-checkpointed-activations", "--partition-activations"),
     )
     recompute_granularity: str | None = flag(
-        None, "full: the same as --checkpoint-activations; selective: attention only", choices=("full", "selective")
+        None,
+        "full: same as --checkpoint-activations; selective: recompute core attention only",
+        choices=("full", "selective"),
     )
-    recompute_activations: bool = flag(False, "the same as --recompute-granularity selective")
+    recompute_activations: bool = flag(False, "same as --recompute-granularity selective")
     activations_checkpoint_method: str | None = flag(
-        None, "uniform: the same as --checkpoint-activations", choices=("uniform",)
+        None, "uniform: same as --checkpoint-activations", choices=("uniform",)
     )
 
     @property
     def distributes_saved(self) -> bool:
-        """Whether what is kept of a block that is recomputed is split over the tensor-parallel ranks."""
+        """True if stored inputs of recomputed layers are distributed over the tensor-parallel ranks."""
         return self.checkpoint_activations and self.distribute_saved_activations
 
     @property
     def recomputes_attention(self) -> bool:
-        """Whether the attention core alone is recomputed."""
+        """True if only core attention is recomputed."""
         return self.recompute_granularity == "selective"
 
     def complete(self) -> None:
@@ -123,17 +129,17 @@ class RecomputeConfig(ConfigSection):
             self.set_derived("checkpoint_activations", True)
 
 
-# The operations that have several implementations; `megatron.kernels.choice.Kernels` has a field for each.
+# Operations with several implementations; `megatron.kernels.choice.Kernels` has a field for each.
 OPERATIONS = (
     *("softmax", "norm", "activation", "dropout_add", "rotary", "cross_entropy"),
     *("optimizer", "embedding", "initial_values"),
 )
 AUTO, CSRC, TORCH = "auto", "csrc", "torch"
 IMPLEMENTATIONS = (AUTO, CSRC, TORCH)
-OF_BLOCKS = ("softmax", "norm", "activation", "dropout_add", "rotary")  # those inside of transformer blocks
+BLOCK_OPERATIONS = ("softmax", "norm", "activation", "dropout_add", "rotary")
 INDUCTOR = "inductor"
 
-# The operation that a switch of upstream's turns back to torch, by its field.
+# The operation that each of upstream's --no-... flags sets to torch, by field.
 SWITCHES: Mapping[str, str] = types.MappingProxyType(
     {
         "bias_dropout_fusion": "dropout_add",
@@ -151,81 +157,77 @@ class KernelConfig(ConfigSection):
 
     fused_attention: bool = flag(
         True,
-        "attention without an s x s matrix of probabilities in memory; without documents or windows, turning it off "
-        "keeps that matrix, for comparison",
+        "fused attention, which does not store the s x s matrix of probabilities",
     )
     kernels: str = flag(
         AUTO,
-        f"implementation of the operations: {', '.join(IMPLEMENTATIONS)} (auto: the fastest one "
-        "measured, of those available), or of single ones, such as norm=csrc,softmax=torch; the operations are "
-        f"{', '.join(OPERATIONS)}",
+        f"kernel implementation: {', '.join(IMPLEMENTATIONS)} (auto: the fastest available one, as measured), for all "
+        f"operations or for some, as in norm=csrc,softmax=torch; the operations are {', '.join(OPERATIONS)}",
     )
     bias_dropout_fusion: bool = flag(
-        True, "bias, dropout and residual in one operation; off: --kernels dropout_add=torch"
+        True, "fused bias, dropout and residual addition; same as --kernels dropout_add=torch"
     )
-    masked_softmax_fusion: bool = flag(True, "scale, mask and softmax in one operation; off: --kernels softmax=torch")
-    bias_swiglu_fusion: bool = flag(True, "bias and gated activation in one operation; off: --kernels activation=torch")
-    rope_fusion: bool = flag(True, "rotation of queries and keys in one operation; off: --kernels rotary=torch")
-    persist_layer_norm: bool = flag(True, "compiled norms; off: --kernels norm=torch")
+    masked_softmax_fusion: bool = flag(True, "fused scale, mask and softmax; same as --kernels softmax=torch")
+    bias_swiglu_fusion: bool = flag(True, "fused bias and gated activation; same as --kernels activation=torch")
+    rope_fusion: bool = flag(True, "fused RoPE; same as --kernels rotary=torch")
+    persist_layer_norm: bool = flag(True, "persistent fused norm kernels; same as --kernels norm=torch")
     gradient_accumulation_fusion: bool = flag(
         True,
-        "the product that computes the gradient of a large weight adds it to the sum over micro-batches, in float32, "
-        "where the device has such a product and nothing stands in the way; the first lines of the run say what does",
+        "accumulation of large weight gradients in float32 inside their GEMM, where the device supports it; the log's "
+        "first lines name the reason if it is not used",
     )
     compile: bool = flag(
         False,
-        "compile each transformer block as a whole with torch.compile, at its first step; operations inside blocks are "
-        "then torch's, which it fuses, unless --kernels names others. It has not been run on a GPU yet",
+        "compile each transformer block with torch.compile at the first step; operations inside blocks then default to "
+        "torch's, which it fuses; not yet run on a GPU",
     )
     compile_backend: str = flag(
         INDUCTOR,
-        "what --compile makes of a block: a program (inductor), or the same operations one by one (aot_eager), which "
-        "needs no compiler and shows whose fault a difference is",
+        "torch.compile backend: inductor, or aot_eager, which generates no code and helps to locate a difference",
         choices=(INDUCTOR, "aot_eager"),
     )
 
     cuda_graphs: str = flag(
         "off",
-        "auto: forward, loss and backward of a micro-batch as one CUDA graph, which the host starts in one call, where "
-        "nothing stands in the way; the first lines of the run say what does. A capture that fails leaves the run "
-        "without",
+        "auto: capture forward, loss and backward of a micro-batch as one CUDA graph, where possible; the log's first "
+        "lines name the reason if it is not. A failed capture falls back to eager execution",
         choices=("auto", "off"),
     )
     manual_gc_interval: int = flag(
         100,
-        "steps after which Python's garbage is collected, on all ranks at once, as it is after an evaluation; never "
-        "in between. 0: whenever Python decides",
+        "steps between garbage collections, synchronized over all ranks; also after each evaluation. 0 leaves garbage "
+        "collection to Python",
         at_least=0,
     )
 
     @property
     def requested(self) -> Mapping[str, str]:
-        """The implementation asked for, or `auto`, by operation."""
-        wanted = dict.fromkeys(OPERATIONS, AUTO)
+        """The requested implementation, or `auto`, by operation."""
+        requested = dict.fromkeys(OPERATIONS, AUTO)
         if self.compile:
-            wanted |= dict.fromkeys(OF_BLOCKS, TORCH)
+            requested |= dict.fromkeys(BLOCK_OPERATIONS, TORCH)
         for operation, implementation in self.parts:
             for name in (operation,) if operation else OPERATIONS:
                 if operation or implementation in (CSRC, TORCH):
-                    wanted[name] = implementation
-        return wanted | {operation: TORCH for field, operation in SWITCHES.items() if not getattr(self, field)}
+                    requested[name] = implementation
+        return requested | {operation: TORCH for field, operation in SWITCHES.items() if not getattr(self, field)}
 
     def problems(self) -> Iterator[str]:
         named: set[str] = set()
         for operation, implementation in self.parts:
             if implementation not in IMPLEMENTATIONS:
                 yield (
-                    f"--kernels {self.kernels}: {implementation!r} is not an implementation. Use one of "
+                    f"--kernels {self.kernels}: unknown implementation {implementation!r}. Use one of "
                     f"{', '.join(IMPLEMENTATIONS)}, or OPERATION=IMPLEMENTATION."
                 )
             if operation and operation not in OPERATIONS:
-                yield f"--kernels {self.kernels}: there is no operation {operation!r}. Use {', '.join(OPERATIONS)}."
+                yield f"--kernels {self.kernels}: unknown operation {operation!r}. Use one of {', '.join(OPERATIONS)}."
             if operation in named:
                 yield f"--kernels {self.kernels} names {operation or 'all operations'} twice. Name each once."
             named.add(operation)
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        """Operation, empty for all, and implementation; all first, so that what single operations ask for wins."""
+        """(operation, implementation) pairs; the entry for all operations, with an empty name, comes first."""
         parts = (part.strip().rpartition("=") for part in self.kernels.split(","))
         return sorted(((name, implementation) for name, _, implementation in parts), key=lambda part: part[0] != "")

@@ -1,7 +1,7 @@
-"""A curriculum by sequence length: how much of each sample the steps train on.
+"""Curriculum learning by sequence length: the tokens of each sample that a step trains on.
 
-Source: DeepSpeed 0.14 `runtime/data_pipeline/curriculum_scheduler.py`, `CurriculumScheduler`; and which step has which
-difficulty: bigscience-workshop/Megatron-DeepSpeed `megatron/training.py`, `train`.
+Source: DeepSpeed 0.14 `runtime/data_pipeline/curriculum_scheduler.py`, `CurriculumScheduler`; the difficulty of a step:
+bigscience-workshop/Megatron-DeepSpeed `megatron/training.py`, `train`.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ _NEVER = 2**53  # a step that no run reaches
 
 @dataclass(frozen=True)
 class CurriculumFields(ConfigSection):
-    """Steps train on the first tokens of each sample: few at first, then more, finally all; the rest is not used."""
+    """Truncates samples to a length that grows over the run; the rest of each sample is not used."""
 
     curriculum_learning: bool = flag(
-        False, "train on the first tokens of each sample, more of them from step to step; the rest is not used"
+        False, "curriculum learning: truncate samples to a sequence length that grows over the run"
     )
     curriculum_schedule: str = flag(
         FIXED_LINEAR,
-        "how the length grows from --curriculum-min-length to --curriculum-max-length over --curriculum-steps: in "
-        "proportion to the steps, or to a root of them; or fixed_discrete: --curriculum-lengths",
+        "growth from --curriculum-min-length to --curriculum-max-length over --curriculum-steps: linear, or with a "
+        "root of the steps; fixed_discrete uses --curriculum-lengths",
         choices=(FIXED_LINEAR, FIXED_ROOT, FIXED_DISCRETE),
     )
-    curriculum_min_length: int | None = flag(None, "tokens of a sample at the first step", at_least=1)
+    curriculum_min_length: int | None = flag(None, "sequence length at the first step", at_least=1)
     curriculum_max_length: int | None = flag(
-        None, "tokens of a sample at the end of the curriculum; --seq-length if unset", at_least=1
+        None, "sequence length at the end of the curriculum; --seq-length if unset", at_least=1
     )
-    curriculum_steps: int | None = flag(None, "steps of the curriculum", at_least=1)
-    curriculum_length_step: int = flag(8, "lengths are multiples of this number", at_least=1)
+    curriculum_steps: int | None = flag(None, "number of curriculum steps", at_least=1)
+    curriculum_length_step: int = flag(8, "sequence lengths are rounded down to a multiple of this", at_least=1)
     curriculum_root_degree: float = flag(
-        2.0, "degree of the root of --curriculum-schedule fixed_root; 2 is the square root", at_least=1
+        2.0, "root degree of --curriculum-schedule fixed_root; 2 for the square root", at_least=1
     )
     curriculum_lengths: tuple[int, ...] = flag(
-        (), "tokens of a sample in each part of the run, in ascending order", nargs="+", at_least=1
+        (), "sequence lengths of fixed_discrete, in ascending order", nargs="+", at_least=1
     )
     curriculum_max_steps: tuple[int, ...] = flag(
-        (), "the last step of each of these parts, except the last one, which has no end", nargs="+", at_least=1
+        (), "last step of each of --curriculum-lengths, except the final one", nargs="+", at_least=1
     )
 
     @property
     def curriculum_length_flags(self) -> dict[str, tuple[int, ...]]:
-        """The lengths that samples will have besides their whole length, or what they are multiples of, by flag."""
+        """The truncated lengths, or the number they are multiples of, by flag."""
         if not self.curriculum_learning:
             return {}
         if self.curriculum_schedule == FIXED_DISCRETE:
@@ -57,7 +57,7 @@ class CurriculumFields(ConfigSection):
         return {"--curriculum-length-step": (self.curriculum_length_step,), **end}
 
     def length_at(self, step: int, whole: int) -> int:
-        """Tokens of each sample in step number `step`, counted from 1, of the `whole` that a sample has."""
+        """Tokens of each sample in step number `step`, counted from 1; `whole` is the full length."""
         if not self.curriculum_learning:
             return whole
         if self.curriculum_schedule == FIXED_DISCRETE:

@@ -1,6 +1,4 @@
-"""What the run reads: token files, how they are split, the length of a sample, what happens between documents, the
-tokenizer; and the seed of every random choice.
-"""
+"""Data: token files and their split, sequence length, document boundaries, the tokenizer, and the random seed."""
 
 from __future__ import annotations
 
@@ -34,10 +32,10 @@ _INDEX_RULES = ("bigscience", "nvidia")
 
 @dataclass(frozen=True)
 class DataConfig(ConfigSection):
-    """Token files, their split or blend, the length of a sample, and the tokenizer."""
+    """Token files, their split or blend, the sequence length, and the tokenizer."""
 
     seq_length: int = flag(
-        help="tokens per sample",
+        help="sequence length: tokens per sample",
         spelled=("--encoder-seq-length",),
         at_least=1,
         at_most=2**31 - 1,
@@ -45,52 +43,43 @@ class DataConfig(ConfigSection):
     )
     data_path: tuple[str, ...] = flag(
         (),
-        "sources, mixed by size, or weight source weight source ...: a prefix of token files, a quoted pattern of "
-        "Parquet windows, or a document store (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
+        "data sources, blended by size, or weight-source pairs: prefixes of token files, quoted patterns of Parquet "
+        "windows, or document stores (sqlite:///file.db?table=web, mongodb://host/database, db.json)",
         nargs="+",
         once=True,
         path=PathUse.PREFIX,
     )
-    split: str = flag(
-        "969, 30, 1", "shares of train, validation and test when --data-path is used", resume=RUN_MUST_MATCH
-    )
+    split: str = flag("969, 30, 1", "train, validation and test split of --data-path", resume=RUN_MUST_MATCH)
     train_weighted_split_paths: tuple[str, ...] = flag(
-        (), 'one group "NAME: W S:E PREFIX, W S:E PREFIX" to train on', nargs="+", once=True, path=PathUse.PREFIX
+        (), 'training blend "NAME: W S:E PREFIX, W S:E PREFIX"', nargs="+", once=True, path=PathUse.PREFIX
     )
     valid_weighted_split_paths: tuple[str, ...] = flag(
-        (), "groups to validate on, each separately", nargs="+", once=True, path=PathUse.PREFIX
+        (), "validation blends, each evaluated separately", nargs="+", once=True, path=PathUse.PREFIX
     )
     test_weighted_split_paths: tuple[str, ...] = flag(
-        (), "groups to test on, each separately", nargs="+", once=True, path=PathUse.PREFIX
+        (), "test blends, each evaluated separately", nargs="+", once=True, path=PathUse.PREFIX
     )
-    train_weighted_split_paths_path: str | None = flag(
-        None, "file that holds the training group", path=PathUse.SMALL_FILE
-    )
-    valid_weighted_split_paths_path: str | None = flag(
-        None, "file that holds the validation groups", path=PathUse.SMALL_FILE
-    )
-    test_weighted_split_paths_path: str | None = flag(None, "file that holds the test groups", path=PathUse.SMALL_FILE)
+    train_weighted_split_paths_path: str | None = flag(None, "file with the training blend", path=PathUse.SMALL_FILE)
+    valid_weighted_split_paths_path: str | None = flag(None, "file with the validation blends", path=PathUse.SMALL_FILE)
+    test_weighted_split_paths_path: str | None = flag(None, "file with the test blends", path=PathUse.SMALL_FILE)
     train_data_path: tuple[str, ...] = flag(
-        (), "prefixes (or weight prefix ...) used for training only", nargs="+", once=True, path=PathUse.PREFIX
+        (), "training prefixes, or weight-prefix pairs", nargs="+", once=True, path=PathUse.PREFIX
     )
     valid_data_path: tuple[str, ...] = flag(
-        (), "prefixes (or weight prefix ...) used for validation only", nargs="+", once=True, path=PathUse.PREFIX
+        (), "validation prefixes, or weight-prefix pairs", nargs="+", once=True, path=PathUse.PREFIX
     )
     test_data_path: tuple[str, ...] = flag(
-        (), "prefixes (or weight prefix ...) used for testing only", nargs="+", once=True, path=PathUse.PREFIX
+        (), "test prefixes, or weight-prefix pairs", nargs="+", once=True, path=PathUse.PREFIX
     )
-    tokenizer_type: str = flag("GPT2BPETokenizer", "tokenizer family", choices=TOKENIZERS, synonyms=_NVIDIA_NAMES)
-    vocab_file: str | None = flag(
-        None, "vocabulary file of the tokenizer", spelled=("--vocab",), path=PathUse.SMALL_FILE
-    )
-    merge_file: str | None = flag(
-        None, "byte-pair merges of the tokenizer", spelled=("--merge",), path=PathUse.SMALL_FILE
-    )
+    tokenizer_type: str = flag("GPT2BPETokenizer", "type of tokenizer", choices=TOKENIZERS, synonyms=_NVIDIA_NAMES)
+    vocab_file: str | None = flag(None, "path to the vocabulary file", spelled=("--vocab",), path=PathUse.SMALL_FILE)
+    merge_file: str | None = flag(None, "path to the BPE merge file", spelled=("--merge",), path=PathUse.SMALL_FILE)
     tokenizer_name_or_path: str | None = flag(
         None,
-        "folder or hub name of a Hugging Face tokenizer, a SentencePiece .model, or the ids of NullTokenizer",
+        "folder or hub name of a Hugging Face tokenizer, a SentencePiece .model, or the vocabulary size of "
+        "NullTokenizer",
         spelled=("--tokenizer-model",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
     data_impl: str = flag(
         "infer",
@@ -98,17 +87,17 @@ class DataConfig(ConfigSection):
         choices=("lazy", "cached", "mmap", "infer"),
     )
     num_workers: int = flag(
-        2, "0 reads batches in the training thread; any other number reads ahead in the background", at_least=0
+        2, "0 loads batches in the training thread, any other number prefetches in the background", at_least=0
     )
     data_cache_path: str | None = flag(
-        None, "folder for cached indices; next to the token files if unset", path=PathUse.FOLDER
+        None, "folder for cached index files; next to the token files if unset", path=PathUse.FOLDER
     )
     change_data_blend: bool = flag(
-        False, "let a resumed run change its training sources or weights; each source continues where it stopped"
+        False, "allow a resumed run to change its training blend; each source continues where it stopped"
     )
     index_epoch_rule: str = flag(
         "bigscience",
-        "share of an epoch below which a partial last epoch is shuffled on its own: bigscience 0.95, nvidia 0.80",
+        "fraction of an epoch below which a partial last epoch is shuffled separately: bigscience 0.95, nvidia 0.80",
         choices=_INDEX_RULES,
         resume=FROM_CHECKPOINT,
     )
@@ -120,17 +109,17 @@ class DataConfig(ConfigSection):
 
     @property
     def train_groups(self) -> tuple[WeightedGroup, ...]:
-        """The blend to train on, empty when `data_path` and `split` are used."""
+        """The training blend, empty when `data_path` and `split` are used."""
         return _groups(self.train_weighted_split_paths, self.train_data_path, "train")
 
     @property
     def valid_groups(self) -> tuple[WeightedGroup, ...]:
-        """The blends to validate on, each separately."""
+        """The validation blends, each evaluated separately."""
         return _groups(self.valid_weighted_split_paths, self.valid_data_path, "valid")
 
     @property
     def test_groups(self) -> tuple[WeightedGroup, ...]:
-        """The blends to test on, each separately."""
+        """The test blends, each evaluated separately."""
         return _groups(self.test_weighted_split_paths, self.test_data_path, "test")
 
     def problems(self) -> Iterator[str]:
@@ -147,8 +136,8 @@ class DataConfig(ConfigSection):
                 yield from failure.problems
         if len(self.train_weighted_split_paths) > 1:
             yield (
-                f"--train-weighted-split-paths has {len(self.train_weighted_split_paths)} groups. Training reads "
-                "exactly one; separate its entries by commas inside one quoted text."
+                f"--train-weighted-split-paths has {len(self.train_weighted_split_paths)} groups, expected "
+                "one. Separate its entries by commas inside one quoted argument."
             )
 
 
@@ -164,52 +153,58 @@ def _groups(texts: tuple[str, ...], paths: tuple[str, ...], split: str) -> tuple
 class DocumentConfig(ConfigSection):
     """Loss, positions and attention at document boundaries."""
 
-    eod_mask_loss: bool = flag(False, "no loss where the input token is end-of-document", resume=RUN_MUST_MATCH)
-    reset_position_ids: bool = flag(False, "restart positions after each end-of-document", resume=RUN_MUST_MATCH)
-    reset_attention_mask: bool = flag(False, "no attention across documents", resume=RUN_MUST_MATCH)
+    eod_mask_loss: bool = flag(False, "mask the loss where the input token is end-of-document", resume=RUN_MUST_MATCH)
+    reset_position_ids: bool = flag(False, "reset position ids after each end-of-document token", resume=RUN_MUST_MATCH)
+    reset_attention_mask: bool = flag(
+        False,
+        "reset the attention mask after each end-of-document token: no attention across documents",
+        resume=RUN_MUST_MATCH,
+    )
 
     @property
     def needs_segments(self) -> bool:
-        """Whether the network must know which document each token belongs to."""
+        """True if the network needs the document of each token."""
         return self.reset_position_ids or self.reset_attention_mask
 
 
 @dataclass(frozen=True)
 class RandomConfig(ConfigSection):
-    """Randomness of a run."""
+    """The seed of all random numbers."""
 
     seed: int = flag(
         1234,
-        "seed of weights, dropout and data order",
+        "random seed of weights, dropout and data order",
         at_least=1,
-        at_most=2**32 - 1,  # NumPy's RandomState, which shuffles the data, takes no more
+        at_most=2**32 - 1,  # the limit of NumPy's RandomState, which shuffles the data
         resume=RUN_MUST_MATCH,
     )
 
 
 @dataclass(frozen=True)
 class TokenizerFileFlags(ConfigSection):
-    """The flags of a tool that name a tokenizer's files; the tool declares `--tokenizer-type` itself."""
+    """Flags for the files of a tokenizer; a tool declares `--tokenizer-type` itself."""
 
-    help_title = "files of the tokenizer"
+    help_title = "tokenizer files"
 
     vocab_file: str | None = flag(
-        None, "vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",), path=PathUse.SMALL_FILE
+        None, "path to the vocabulary file (vocab.json or vocab.txt)", spelled=("--vocab",), path=PathUse.SMALL_FILE
     )
-    merge_file: str | None = flag(None, "byte-pair merges (merges.txt)", spelled=("--merge",), path=PathUse.SMALL_FILE)
+    merge_file: str | None = flag(
+        None, "path to the BPE merge file (merges.txt)", spelled=("--merge",), path=PathUse.SMALL_FILE
+    )
     tokenizer_name_or_path: str | None = flag(
         None,
         "folder, tokenizer.json or hub name of a Hugging Face tokenizer, or a SentencePiece .model",
         spelled=("--tokenizer-model",),
-        path=PathUse.PLACE,
+        path=PathUse.FILE_OR_FOLDER,
     )
 
 
 def required_tokenizer_type() -> Any:
-    """The `--tokenizer-type` of a tool that always needs a tokenizer."""
-    return flag(help="tokenizer family", choices=TOKENIZERS)
+    """Declares `--tokenizer-type` for a tool that requires a tokenizer."""
+    return flag(help="type of tokenizer", choices=TOKENIZERS)
 
 
 def optional_tokenizer_type(help: str) -> Any:
-    """The `--tokenizer-type` of a tool that can do without a tokenizer."""
+    """Declares `--tokenizer-type` for a tool in which a tokenizer is optional."""
     return flag(None, help, choices=TOKENIZERS)

@@ -1,4 +1,4 @@
-"""How the weights are updated: optimizer, learning rate, batch sizes, length of the run."""
+"""Optimization: optimizer, learning-rate schedule, batch sizes, and the length of training."""
 
 from __future__ import annotations
 
@@ -8,77 +8,85 @@ from megatron.config.flags.fields import derived, flag
 from megatron.config.sections.curriculum import CurriculumFields
 from megatron.config.sections.optimizers import OptimizerFields
 
-_MOST_RAMP_UP_STEPS = 1_000_000  # each is counted where the length of a run is planned
+_MOST_RAMP_UP_STEPS = 1_000_000  # planning the length of a run iterates over them
 
 
 @dataclass(frozen=True)
 class OptimRequest(OptimizerFields, CurriculumFields):
-    """Optimizer, schedule, batch sizes, curriculum and the length of training, as they were asked for."""
+    """Optimizer, schedule, batch sizes, curriculum and the length of training, as requested."""
 
     micro_batch_size: int | None = flag(
         None,
-        "samples per forward pass of one model replica; all of its share of --global-batch-size if unset",
+        "batch size per model replica and forward pass; the replica's share of --global-batch-size if unset",
         at_least=1,
     )
     global_batch_size: int | None = flag(
-        None, "samples per step over all replicas; micro batch x replicas if unset", at_least=1
+        None, "samples per training step; micro batch size x data-parallel size if unset", at_least=1
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
-        None, "start, increment, samples: the global batch grows from start to its full size over this many samples"
+        None, "batch size ramp-up: START INCREMENT SAMPLES, where SAMPLES is the length of the ramp-up"
     )
     train_iters: int | None = flag(
         None,
-        "steps to train",
+        "number of training steps",
         at_least=1,
         remedy="--eval-only evaluates without training.",
     )
-    train_samples: int | None = flag(None, "samples to train, instead of --train-iters", at_least=1)
+    train_samples: int | None = flag(None, "number of training samples, instead of --train-iters", at_least=1)
     train_tokens: int | None = flag(
         None,
-        "tokens to train; the run ends at the step that reaches them, or earlier if another limit does",
+        "number of training tokens; the run ends with the step that reaches it, or at an earlier limit",
         at_least=1,
     )
     lr: float | None = flag(None, "peak learning rate", at_least=0)
-    min_lr: float = flag(0.0, "lowest learning rate of the schedule", at_least=0)
+    min_lr: float = flag(0.0, "minimum learning rate of the schedule", at_least=0)
     lr_decay_style: str = flag(
         "linear",
-        "shape of the schedule after warm-up; WSD stays at the peak and decays at the end, exponential halves the rate "
-        "over the decay, and no further (GPT-NeoX)",
+        "learning-rate decay after warmup; WSD stays at the peak and decays at the end, exponential decays to half the "
+        "peak (GPT-NeoX)",
         choices=("constant", "linear", "cosine", "inverse-square-root", "exponential", "WSD"),
         synonyms={"wsd": "WSD", "inverse_square_root": "inverse-square-root"},
     )
     lr_wsd_decay_style: str = flag(
-        "exponential", "shape of the decay at the end of WSD", choices=("exponential", "linear", "cosine", "minus_sqrt")
+        "exponential",
+        "decay function of the annealing phase of WSD",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "length of that decay in steps", at_least=1)
-    lr_wsd_decay_samples: int | None = flag(None, "length of that decay in samples", at_least=1)
-    lr_warmup_init: float = flag(0.0, "learning rate at which the warm-up begins", at_least=0)
-    lr_decay_iters: int | None = flag(None, "length of the decay in steps; --train-iters if unset", at_least=1)
-    lr_decay_samples: int | None = flag(None, "length of the decay in samples; --train-samples if unset", at_least=1)
-    lr_decay_tokens: int | None = flag(None, "length of the decay in tokens; --train-tokens if unset", at_least=1)
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
-    lr_warmup_iters: int = flag(0, "warm-up in steps", at_least=0)
-    lr_warmup_samples: int = flag(0, "warm-up in samples", at_least=0)
-    lr_warmup_tokens: int | None = flag(None, "warm-up in tokens", at_least=0)
+    lr_wsd_decay_iters: int | None = flag(None, "steps of the annealing phase of WSD", at_least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the annealing phase of WSD", at_least=1)
+    lr_warmup_init: float = flag(0.0, "initial learning rate of the warmup", at_least=0)
+    lr_decay_iters: int | None = flag(
+        None, "steps over which the learning rate decays, warmup included; --train-iters if unset", at_least=1
+    )
+    lr_decay_samples: int | None = flag(
+        None, "samples over which the learning rate decays, warmup included; --train-samples if unset", at_least=1
+    )
+    lr_decay_tokens: int | None = flag(
+        None, "tokens over which the learning rate decays, warmup included; --train-tokens if unset", at_least=1
+    )
+    lr_warmup_fraction: float | None = flag(None, "warmup as a fraction of the decay", at_least=0, below=1)
+    lr_warmup_iters: int = flag(0, "steps of linear learning-rate warmup", at_least=0)
+    lr_warmup_samples: int = flag(0, "samples of linear learning-rate warmup", at_least=0)
+    lr_warmup_tokens: int | None = flag(None, "tokens of linear learning-rate warmup", at_least=0)
     override_lr_scheduler: bool = flag(
         False,
-        "on resume, use the schedule of the command line (the default)",
+        "on resume, use the learning-rate schedule of the command line (the default)",
         spelled=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
     )
     use_checkpoint_lr_scheduler: bool = flag(
         False,
-        "on resume, use the schedule of the checkpoint",
+        "on resume, use the learning-rate schedule of the checkpoint",
         spelled=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
     )
-    weight_decay: float = flag(0.01, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
-    start_weight_decay: float | None = flag(None, "weight decay of the first step", at_least=0)
-    end_weight_decay: float | None = flag(None, "weight decay of the last step", at_least=0)
+    weight_decay: float = flag(0.01, "weight decay (decoupled); biases and norms are not decayed", at_least=0)
+    start_weight_decay: float | None = flag(None, "initial weight decay of --weight-decay-incr-style", at_least=0)
+    end_weight_decay: float | None = flag(None, "final weight decay of --weight-decay-incr-style", at_least=0)
     weight_decay_incr_style: str = flag(
         "constant",
-        "how the weight decay goes from --start-weight-decay to --end-weight-decay over the run",
+        "schedule from --start-weight-decay to --end-weight-decay over the run",
         choices=("constant", "linear", "cosine"),
     )
-    clip_grad: float = flag(1.0, "global gradient norm is clipped to this; 0 clips nothing", at_least=0)
+    clip_grad: float = flag(1.0, "clip gradients to this global L2 norm; 0 disables clipping", at_least=0)
 
     @property
     def given_iters(self) -> int | None:
@@ -86,7 +94,7 @@ class OptimRequest(OptimizerFields, CurriculumFields):
 
     @property
     def decays_in_tokens(self) -> bool:
-        """Whether the decay of the learning rate is measured in tokens."""
+        """True if the decay of the learning rate is measured in tokens."""
         if self.lr_decay_tokens is not None or not self.is_counted_in_samples:
             return self.lr_decay_tokens is not None
         return self.lr_decay_samples is None and self.train_samples is None
@@ -99,29 +107,29 @@ class OptimRequest(OptimizerFields, CurriculumFields):
 
     @property
     def is_limited_by_data(self) -> bool:
-        """Whether a number of samples or tokens ends the run; otherwise a number of steps does."""
+        """True if a number of samples or tokens ends the run, False if a number of steps does."""
         return self.train_samples is not None or self.train_tokens is not None
 
     @property
     def is_counted_in_samples(self) -> bool:
-        """Whether samples, not steps, measure the run; tokens are samples x sequence length."""
+        """True if the run is measured in samples instead of steps; tokens are samples x sequence length."""
         return self.train_samples is not None or (self.train_tokens is not None and self.given_iters is None)
 
 
 @dataclass(frozen=True)
 class OptimConfig(OptimRequest):
-    """The same with every number that training needs; a run that only evaluates plans no step."""
+    """The resolved optimization section; a run that only evaluates has no training steps."""
 
-    micro_batch_size: int = flag(help="samples per forward pass of one model replica", at_least=1)
-    global_batch_size: int = flag(help="samples per step over all replicas", at_least=1)
-    train_iters: int = flag(help="steps to train", at_least=0)
+    micro_batch_size: int = flag(help="batch size per model replica and forward pass", at_least=1)
+    global_batch_size: int = flag(help="samples per training step", at_least=1)
+    train_iters: int = flag(help="number of training steps", at_least=0)
     lr: float = flag(help="peak learning rate", at_least=0)
-    tokens_per_sample: int = derived("tokens of a sample, by which numbers of tokens are divided", default=1)
-    most_iters: int | None = derived("steps of --train-iters if --train-tokens may end the run before", default=None)
+    tokens_per_sample: int = derived("tokens per sample, which convert tokens to samples", default=1)
+    most_iters: int | None = derived("steps of --train-iters if --train-tokens may end the run earlier", default=None)
 
     @property
     def given_iters(self) -> int | None:
-        """The steps of --train-iters; `train_iters` are the planned steps."""
+        """The value of --train-iters; `train_iters` is the planned number of steps."""
         return self.most_iters if self.train_tokens is not None else self.train_iters
 
     def length_of_step(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""How the run is laid out over processes, and how they are started."""
+"""Parallelism: the layout of the run over processes, and how they communicate."""
 
 from __future__ import annotations
 
@@ -20,138 +20,131 @@ _PARTITIONS = ("type:transformer", WITH_EMBEDDING)
 
 @dataclass(frozen=True)
 class ParallelRequest(ConfigSection):
-    """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags, as they were asked for."""
+    """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags, as requested."""
 
-    tensor_model_parallel_size: int = flag(1, "ranks that the matrices of each layer are split over", at_least=1)
+    tensor_model_parallel_size: int = flag(1, "degree of tensor parallelism", at_least=1)
     sequence_parallel: bool = flag(
         False,
-        "split the tokens of a sample over the tensor-parallel ranks between the split matrices, where each of them "
-        "would otherwise keep all; nothing without tensor parallelism",
+        "sequence parallelism: split activations along the sequence over the tensor-parallel ranks, outside of "
+        "attention and MLP; no effect without tensor parallelism",
     )
-    pipeline_model_parallel_size: int = flag(1, "stages the layers are spread over", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "degree of pipeline parallelism", at_least=1)
     zero_stage: int = flag(
         1,
-        "what is sharded over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
+        "ZeRO stage: 1 shards optimizer state over data-parallel ranks, 2 also gradients, 3 also weights",
         choices=(0, 1, 2, 3),
     )
     expert_model_parallel_size: int = flag(
         1,
-        "ranks that the experts of a layer are divided over; they exchange tokens. Neighbours among the data-parallel "
-        "and context-parallel ranks",
+        "degree of expert parallelism: ranks, among the data-parallel and context-parallel ones, that share the "
+        "experts of a layer",
         spelled=("--moe-expert-parallel-size", "--ep-world-size"),
         at_least=1,
     )
     expert_tensor_parallel_size: int | None = flag(
         None,
-        "ranks that each expert is split over: those of --tensor-model-parallel-size if unset, or 1, and then whole "
-        "experts are divided over the tensor-parallel ranks too",
+        "degree of tensor parallelism of experts: --tensor-model-parallel-size if unset; with 1, expert parallelism "
+        "includes the tensor-parallel ranks",
         at_least=1,
     )
-    context_parallel_size: int = flag(
-        1, "ranks that share each sequence, every one with a part of its tokens", at_least=1
-    )
+    context_parallel_size: int = flag(1, "degree of context parallelism: ranks that split each sequence", at_least=1)
     cp_comm_type: str = flag(
         RING,
-        "how attention reaches the tokens of other ranks: p2p passes keys and values on in a ring, a2a exchanges "
-        "tokens for heads, a2a+p2p does that within groups that make a ring",
+        "communication of context parallelism: p2p is ring attention, a2a exchanges tokens for heads (Ulysses), "
+        "a2a+p2p is Ulysses within groups and ring attention between them",
         choices=(RING, ULYSSES, RING_OF_ULYSSES),
-        remedy="All layers have the same, since it decides which tokens a rank has; Megatron-LM's allgather, with "
-        f"which every rank holds all keys and values, is {RING} here, with which it holds those of two ranks.",
+        remedy="It is the same for all layers, since it determines the tokens of a rank; instead of Megatron-LM's "
+        f"allgather, which holds all keys and values on every rank, use {RING}, which holds those of two ranks.",
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
-        (), "ranks of a group and groups of the ring, for --cp-comm-type a2a+p2p", nargs="+", at_least=1
+        (), "for --cp-comm-type a2a+p2p: ranks per Ulysses group, and groups in the ring", nargs="+", at_least=1
     )
     ds_sequence_parallel_size: int = flag(
         1,
-        "ranks that share each sequence and exchange tokens for heads around attention; with --context-parallel-size "
-        "each rank of its ring is such a group",
+        "degree of DeepSpeed-Ulysses: ranks that split each sequence and exchange tokens for heads around attention; "
+        "with --context-parallel-size, each member of the ring is such a group",
         at_least=1,
         spelled=("--sequence-parallel-size",),
     )
     elastic: bool = flag(
-        False, "if the layout does not fit the number of processes, choose one that does and keeps the global batch"
+        False,
+        "if the layout does not fit the number of processes, choose one that does, with the same global batch size",
     )
-    cpu_optimizer: bool = flag(
-        False, "keep and update the optimizer's state in host memory; the GPUs hold weights and gradients"
-    )
+    cpu_optimizer: bool = flag(False, "offload the optimizer: keep and update its state in host memory")
     pipeline_schedule: str | None = flag(
         None,
-        f"the order of forward and backward passes on the stages: {', '.join(SCHEDULE_CHUNKS)} or FILE.csv "
-        "(docs/pipelines.md); if unset, interleaved with virtual stages and else 1f1b",
+        f"pipeline schedule: {', '.join(SCHEDULE_CHUNKS)} or FILE.csv (docs/pipelines.md); if unset, interleaved with "
+        "virtual stages, else 1f1b",
     )
     pipeline_engine: str = flag(
-        DEFAULT_ENGINE, "what runs the stages: own, or DeepSpeed's PipelineEngine", choices=tuple(ENGINES)
+        DEFAULT_ENGINE, "pipeline engine: own, or DeepSpeed's PipelineEngine", choices=tuple(ENGINES)
     )
     virtual_pipeline_model_parallel_size: int | None = flag(
         None,
-        "chunks of the network on each pipeline rank (virtual stages)",
+        "virtual pipeline stages (model chunks) per pipeline rank",
         spelled=("--num-virtual-stages-per-pipeline-rank",),
         at_least=1,
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        None, "the same, as the number of layers in a chunk", at_least=1
+        None, "number of layers per virtual pipeline stage", at_least=1
     )
-    enable_zbh1_pipeline: bool = flag(False, "--pipeline-schedule zb-h1", spelled=("--enable-zbh1-exact-semantics",))
+    enable_zbh1_pipeline: bool = flag(
+        False, "same as --pipeline-schedule zb-h1", spelled=("--enable-zbh1-exact-semantics",)
+    )
     pp_partition_method: str | None = flag(
         None,
-        f"what is spread evenly over pipeline stages: {' or '.join(_PARTITIONS)}; operations, the head's included, if "
+        f"what is balanced over pipeline stages: {' or '.join(_PARTITIONS)}; FLOPs, with those of the output layer, if "
         "unset",
     )
     decoder_first_pipeline_num_layers: int | None = flag(
-        None, "blocks on the first pipeline rank; the others share the rest evenly", at_least=1
+        None, "number of layers on the first pipeline rank; the others share the rest evenly", at_least=1
     )
     decoder_last_pipeline_num_layers: int | None = flag(
-        None, "blocks on the last pipeline rank; the others share the rest evenly", at_least=1
+        None, "number of layers on the last pipeline rank; the others share the rest evenly", at_least=1
     )
     account_for_embedding_in_pipeline_split: bool = flag(
-        False, "spread blocks evenly over pipeline stages, with the embedding as one more block"
+        False, "count the embedding as a layer when layers are divided over pipeline stages"
     )
     account_for_loss_in_pipeline_split: bool = flag(
-        False, "spread blocks evenly over pipeline stages, with the head and its loss as one more block"
+        False, "count the output layer and its loss as a layer when layers are divided over pipeline stages"
     )
     distributed_backend: str | None = flag(
-        None, "communication library; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
+        None, "backend of torch.distributed; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(
-        10, "minutes until a collective that waits for other ranks times out", at_least=1, at_most=525_600
-    )
-    local_rank: int | None = flag(
-        None, "device number of this process; filled in by launchers", spelled=("--local_rank",)
-    )
-    deepspeed: bool = flag(
-        False, "accepted for old launch scripts; DeepSpeed is always the engine", spelled=("--deepscale",)
-    )
+    distributed_timeout_minutes: int = flag(10, "timeout of collectives in minutes", at_least=1, at_most=525_600)
+    local_rank: int | None = flag(None, "local rank of this process, set by launchers", spelled=("--local_rank",))
+    deepspeed: bool = flag(False, "accepted for old launch scripts; DeepSpeed is always used", spelled=("--deepscale",))
     deepspeed_config: str | None = flag(
         None,
-        "JSON file with more DeepSpeed settings",
+        "JSON file of DeepSpeed settings",
         spelled=("--deepspeed_config", "--deepscale_config", "--deepscale-config"),
         path=PathUse.SMALL_FILE,
     )
     make_vocab_size_divisible_by: int = flag(
         128,
-        "the vocabulary is padded up to a multiple of this times the tensor-parallel size",
+        "pad the vocabulary size to a multiple of this times the tensor-parallel size",
         at_least=1,
         at_most=2**20,
     )
     pad_vocab_size_to: int | None = flag(
-        None, "pad the vocabulary to exactly this size instead", at_least=1, at_most=2**31 - 1
+        None, "pad the vocabulary size to this value instead", at_least=1, at_most=2**31 - 1
     )
 
     @property
     def counted_ends(self) -> tuple[int, int]:
-        """What the layers before the first block and after the last one count as, where blocks are counted."""
+        """Layers that the embedding and the output layer count as in the division over stages."""
         by_method = self.pp_partition_method == WITH_EMBEDDING
         embedding, loss = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
         return int(by_method or embedding), int(by_method or loss)
 
     @property
     def splits_sequence(self) -> bool:
-        """Whether the tokens of a sample are split over the tensor-parallel ranks."""
+        """True if sequence parallelism is in effect."""
         return self.sequence_parallel and self.tensor_model_parallel_size > 1
 
     @property
     def splits_each_expert(self) -> bool:
-        """Whether every expert is split over the tensor-parallel ranks."""
+        """True if each expert is split over the tensor-parallel ranks."""
         return self.expert_tensor_parallel_size in (None, self.tensor_model_parallel_size)
 
     @property
@@ -161,16 +154,16 @@ class ParallelRequest(ConfigSection):
 
     @property
     def ring_size(self) -> int:
-        """Ranks, or groups of Ulysses, between which keys and values travel."""
+        """Ranks, or Ulysses groups, that pass keys and values around in ring attention."""
         if self.cp_comm_type == RING_OF_ULYSSES:
-            return self.context_parallel_size // max(1, self._ulysses_within_ring)
+            return self.context_parallel_size // max(1, self._ulysses_group_size)
         return 1 if self.cp_comm_type == ULYSSES else self.context_parallel_size
 
     @property
     def ulysses_size(self) -> int:
         """Ranks that exchange tokens for heads."""
         if self.cp_comm_type == RING_OF_ULYSSES:
-            return self._ulysses_within_ring
+            return self._ulysses_group_size
         return (self.context_parallel_size if self.cp_comm_type == ULYSSES else 1) * self.ds_sequence_parallel_size
 
     @property
@@ -184,7 +177,7 @@ class ParallelRequest(ConfigSection):
         return self.model_parallel_size * self.sequence_size
 
     @property
-    def _ulysses_within_ring(self) -> int:
+    def _ulysses_group_size(self) -> int:
         return self.hierarchical_context_parallel_sizes[0] if self.hierarchical_context_parallel_sizes else 1
 
     @property
@@ -192,41 +185,43 @@ class ParallelRequest(ConfigSection):
         return "zb-h1" if self.enable_zbh1_pipeline else self.pipeline_schedule
 
     def chunks_for(self, num_layers: int) -> int:
-        """The chunks of the network that each pipeline rank holds; what a schedule needs where no flag says it."""
-        asked, layers = self.virtual_pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
-        if asked is not None:
-            return asked
+        """Model chunks on each pipeline rank; without a flag for them, the minimum of the schedule."""
+        chunks, layers = self.virtual_pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        if chunks is not None:
+            return chunks
         if layers is not None:
             counted = num_layers + sum(self.counted_ends)
             return max(1, counted // (self.pipeline_model_parallel_size * layers))
         return SCHEDULE_CHUNKS.get(self._named_schedule or "", (1, 1))[0]
 
     def schedule_for(self, num_layers: int) -> str:
-        """The pipeline schedule, by name or file: what was asked for, else by the number of chunks."""
+        """The pipeline schedule, by name or file: the requested one, else by the number of chunks."""
         return self._named_schedule or ("interleaved" if self.chunks_for(num_layers) > 1 else "1f1b")
 
     def most_stages(self, num_layers: int) -> int:
-        """The most pipeline ranks that the other flags allow."""
+        """Maximum number of pipeline ranks with the other flags."""
         if self.zero_stage not in ENGINES[self.pipeline_engine].zero_stages:
             return 1
         chunks = 1 if self.num_layers_per_virtual_pipeline_stage else self.chunks_for(num_layers)
         return max(1, num_layers // chunks)
 
     def length_unit(self, *, causal: bool) -> int:
-        """The number that lengths must be a multiple of: a ring cuts causal samples into two blocks a rank, and each
-        rank's tokens are divided once more over the tensor-parallel ranks under sequence parallelism.
+        """The number that sequence lengths must be a multiple of.
+
+        Ring attention splits causal sequences into two blocks per rank; sequence parallelism divides each rank's tokens
+        again over the tensor-parallel ranks.
         """
         ring = self.ring_size
-        within = self.tensor_model_parallel_size if self.splits_sequence else 1
-        return math.lcm(2 * ring if causal and ring > 1 else ring, self.sequence_size * within)
+        tensor = self.tensor_model_parallel_size if self.splits_sequence else 1
+        return math.lcm(2 * ring if causal and ring > 1 else ring, self.sequence_size * tensor)
 
     def padded_length(self, length: int, *, causal: bool) -> int:
-        """The length to which samples are padded so that ranks can share them."""
+        """The length to which samples are padded before they are split over ranks."""
         unit = self.length_unit(causal=causal)
         return -(-length // unit) * unit
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """Rows of the word embedding over all ranks, for a vocabulary of this many entries.
+        """Rows of the word embedding over all ranks for a vocabulary of this size.
 
         Source: bigscience Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`, `_vocab_size_with_padding`.
         """
@@ -237,31 +232,30 @@ class ParallelRequest(ConfigSection):
         method = self.pp_partition_method
         if method is not None and method not in _PARTITIONS:
             yield (
-                f"--pp-partition-method {method} is not supported: stages are cut between transformer blocks, and each "
-                "gets one. Use type:transformer, which spreads the blocks evenly, or drop the flag, which spreads "
-                "operations."
+                f"--pp-partition-method {method} is not supported: stages consist of whole transformer layers. Use "
+                "type:transformer to balance the number of layers, or drop the flag to balance FLOPs."
             )
 
 
 @dataclass(frozen=True)
 class ParallelConfig(ParallelRequest):
-    """The layout of a run on the machine that was found."""
+    """The layout of a run, resolved for its machine."""
 
-    distributed_backend: str = flag(help="communication library", choices=("nccl", "gloo"))
+    distributed_backend: str = flag(help="backend of torch.distributed", choices=("nccl", "gloo"))
     world_size: int = derived("processes of the run")
     data_parallel_size: int = derived("replicas of the model")
-    effective_zero_stage: int = derived("the ZeRO stage DeepSpeed is given")
+    effective_zero_stage: int = derived("the ZeRO stage passed to DeepSpeed")
     schedule_name: str = derived("the pipeline schedule, by name or file", default="1f1b")
-    chunks_per_rank: int = derived("chunks of the network on each pipeline rank", default=1)
+    chunks_per_rank: int = derived("model chunks on each pipeline rank", default=1)
     offloads_optimizer: bool = derived(
-        "whether the optimizer's state is moved from the device to the host", default=False
+        "True if the optimizer state is offloaded from the device to the host", default=False
     )
 
 
 _Layout = TypeVar("_Layout", bound=ParallelRequest)
 
-# What computes without gradients divides matrices and layers over ranks, and whole copies.
-_OF_TRAINING = (
+# Inference uses tensor, pipeline and data parallelism only.
+_TRAINING_FIELDS = (
     "sequence_parallel",
     "zero_stage",
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -274,7 +268,9 @@ _OF_TRAINING = (
 
 
 def without_training(layout: _Layout, tensor_size: int, pipeline_size: int) -> _Layout:
-    """A layout for inference: fields that only training has get their default values."""
-    usual = {entry.name: entry.default for entry in dataclasses.fields(ParallelRequest) if entry.name in _OF_TRAINING}
+    """A layout for inference: fields that only training uses are reset to their defaults."""
+    defaults = {
+        entry.name: entry.default for entry in dataclasses.fields(ParallelRequest) if entry.name in _TRAINING_FIELDS
+    }
     sizes = {"tensor_model_parallel_size": tensor_size, "pipeline_model_parallel_size": pipeline_size}
-    return dataclasses.replace(layout, **usual, **sizes)  # type: ignore[arg-type]
+    return dataclasses.replace(layout, **defaults, **sizes)  # type: ignore[arg-type]

@@ -1,7 +1,4 @@
-"""What each pipeline engine runs: its schedules, and the ZeRO stages it goes with.
-
-These tables decide what is refused; a change of what an engine can do is a change here and nowhere else.
-"""
+"""Capabilities of the pipeline engines: schedules and ZeRO stages. Rules refuse everything else."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# The fewest and the most chunks of the network that a rank may hold; None for any number.
+# Minimum and maximum number of model chunks per rank; None for no maximum.
 SCHEDULE_CHUNKS: Mapping[str, tuple[int, int | None]] = types.MappingProxyType(
     {
         "1f1b": (1, 1),
@@ -21,25 +18,25 @@ SCHEDULE_CHUNKS: Mapping[str, tuple[int, int | None]] = types.MappingProxyType(
         "v-1f1b": (2, 2),
     }
 )
-# Those that compute the gradients of weights apart from those of inputs, each with the nearest that does not.
+# Schedules that compute weight gradients separately from input gradients, each with the closest one that does not.
 SPLIT_SCHEDULES: Mapping[str, str] = types.MappingProxyType(
     {"zb-h1": "1f1b", "interleaved-zb": "interleaved", "zbv": "v-1f1b", "v-half": "v-1f1b"}
 )
 
 
 def is_schedule_file(schedule: str | None) -> bool:
-    """Whether a schedule is that of a file, `FILE.csv`, and not one with a name."""
+    """Returns True for a schedule file, `FILE.csv`, False for a named schedule."""
     return schedule is not None and schedule.lower().endswith(".csv")
 
 
 @dataclass(frozen=True)
-class PipelineAbilities:
-    """What a pipeline engine can do.
+class PipelineCapabilities:
+    """Capabilities of a pipeline engine.
 
     Attributes:
         schedules: names of `SCHEDULE_CHUNKS`.
-        reads_files: whether it runs schedules from files.
-        zero_stages: the ZeRO stages that it goes with where there is more than one chunk of the network.
+        reads_files: True if it runs schedules from files.
+        zero_stages: the ZeRO stages it supports with more than one model chunk.
     """
 
     schedules: tuple[str, ...]
@@ -47,15 +44,15 @@ class PipelineAbilities:
     zero_stages: tuple[int, ...]
 
     def runs(self, schedule: str) -> bool:
-        """Whether a schedule, by its name or file, can be run."""
+        """Returns True if the engine runs a schedule, given by name or file."""
         return self.reads_files if is_schedule_file(schedule) else schedule in self.schedules
 
 
 OWN, DEEPSPEED = "own", "deepspeed"
 DEFAULT_ENGINE = OWN
-ENGINES: Mapping[str, PipelineAbilities] = types.MappingProxyType(
+ENGINES: Mapping[str, PipelineCapabilities] = types.MappingProxyType(
     {
-        OWN: PipelineAbilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1, 2)),
-        DEEPSPEED: PipelineAbilities(schedules=("1f1b",), reads_files=False, zero_stages=(0, 1)),
+        OWN: PipelineCapabilities(schedules=tuple(SCHEDULE_CHUNKS), reads_files=True, zero_stages=(0, 1, 2)),
+        DEEPSPEED: PipelineCapabilities(schedules=("1f1b",), reads_files=False, zero_stages=(0, 1)),
     }
 )

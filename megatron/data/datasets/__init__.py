@@ -1,5 +1,5 @@
-"""Datasets: the number of a sample to its arrays of token ids.
+"""Datasets: map a sample's index to arrays of token ids.
 
-Token files, rows, masked samples, examples, and blends of them. What a prefix names is in `sources/`; batches and ranks
+Token files, rows, masked samples, examples, and blends of them. Prefixes are resolved in `sources/`; batches and ranks
 belong to `data/loader.py`.
 """

@@ -1,4 +1,4 @@
-"""The samples of another dataset, modified when they are read: with prefixes, shortened, or with prompts as answers."""
+"""Datasets that transform the samples of another one: with prefixes, shortened, or with prompts as answers."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from megatron.data.datasets.sample import ChangedSamples, DocumentSpan, Sample, 
 
 @dataclass(frozen=True)
 class PrefixDataset(ChangedSamples):
-    """The samples of a dataset, each with a prefix, or with one in each of its documents.
+    """The samples of a dataset, each with one prefix or with a prefix in each of its documents.
 
-    A prefix is at least one token long; the prefix of a whole sample may be as long as the sample, and the prefix of a
-    document leaves out its end-of-document token. Its length is a hash of the seed, the sample's number and the
-    document's number in the sample, so it is the same on every rank and after a resume, and evaluation always has the
-    same ones.
+    A prefix has at least one token. The prefix of a sample may span the whole sample; the prefix of a document excludes
+    its end-of-document token. The length is a hash of the seed, the sample's index and the document's index in the
+    sample, so it is the same on every rank, after a resume and in every evaluation.
 
     Args:
-        eod_id: the token that ends a document, if each document is to have a prefix of its own; None for one prefix per
-            sample.
-        on_targets_only: whether labels inside a prefix do not count; the last token of a prefix predicts the first
-            token after it, which does.
+        eod_id: the end-of-document token for a prefix in each document; None for one prefix per sample.
+        on_targets_only: no loss on labels inside a prefix; its last token predicts the first token after it, which
+            has a loss.
 
     Source: bigscience Megatron-DeepSpeed `megatron/utils.py` (`get_prefix_indices`,
     `get_ltor_masks_and_position_ids`), which draws the lengths separately on every pipeline stage.
@@ -51,10 +49,7 @@ class PrefixDataset(ChangedSamples):
         return read._replace(loss_mask=loss_mask, prefix_mask=prefix_mask)
 
     def _documents(self, tokens: np.ndarray) -> list[tuple[int, int]]:
-        """Where each document begins, and the furthest that its prefix may end.
-
-        Shapes: tokens `[s]`.
-        """
+        """Returns the start of each document and the last possible end of its prefix. Shapes: tokens [s]."""
         if self.eod_id is None:
             return [(0, len(tokens))]
         ends = np.flatnonzero(tokens == self.eod_id).tolist()
@@ -63,16 +58,14 @@ class PrefixDataset(ChangedSamples):
 
 
 def prefix_length(longest: int, seed: int, sample: int, document: int) -> int:
-    """A length from 1 to `longest`, each equally likely; 1 for a document that is only an end-of-document token."""
+    """Returns a length from 1 to `longest`, uniformly distributed; 1 for a document of one end-of-document token."""
     digest = hashlib.blake2b(f"prefix of document {document} in sample {sample}, seed {seed}".encode(), digest_size=8)
     return 1 + (int.from_bytes(digest.digest(), "little") * max(longest, 1) >> 64)
 
 
 @dataclass(frozen=True)
 class ShortenedDataset(ChangedSamples):
-    """The samples of a dataset without what follows their first `length` inputs; the last label is the token after
-    them.
-    """
+    """The samples of a dataset, truncated to their first `length` inputs; the last label is the next token."""
 
     dataset: SampleDataset
     length: int
@@ -98,15 +91,14 @@ class ShortenedDataset(ChangedSamples):
 
 @dataclass(frozen=True)
 class CopiedPrompts(ChangedSamples):
-    """The samples of a source of examples, some of which are read from a copy with prompts in place of answers: a
-    chatbot that sometimes repeats its prompt stays close to the text it was pretrained on.
+    """Samples of examples, some with the answer replaced by the prompt.
 
-    Which samples is a hash of the seed and the sample's number, so it is the same on every rank and after a resume, and
-    another epoch copies others.
+    A chatbot that sometimes repeats its prompt stays close to its pretraining text. The choice is a hash of seed and
+    sample index, so it is the same on every rank and after a resume, and differs between epochs.
 
     Args:
         copies: the same rows with the answers replaced.
-        probability: share of the samples that are read from there.
+        probability: share of the samples read from `copies`.
 
     Source: jisngprk/dsGPT2, `--alpha`.
     """
@@ -125,6 +117,6 @@ class CopiedPrompts(ChangedSamples):
 
 
 def is_copied(probability: float, seed: int, sample: int) -> bool:
-    """Whether a sample is one of those whose answers are replaced."""
+    """Returns True if the answers of a sample are replaced."""
     digest = hashlib.blake2b(f"copied prompt of sample {sample}, seed {seed}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < probability * 2.0**64

@@ -16,7 +16,7 @@ from megatron.errors import DataError
 
 
 class GPTDataset(SegmentedSamples):
-    """The samples of one source; segments follow each other, each in its own shuffled order.
+    """The samples of one source: consecutive segments, each in its own shuffled order.
 
     Args:
         indexed: the token file.
@@ -32,14 +32,14 @@ class GPTDataset(SegmentedSamples):
         super().__init__(indexed.prefix, (len(segment.shuffle) for segment in segments))
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1] of a sample.
+        """Returns the token ids of a sample, int64 [s + 1].
 
         Raises:
-            IndexError: there is no such sample.
-            DataError: the index names tokens that the file does not have.
+            IndexError: the sample is out of range.
+            DataError: the index refers to tokens outside the file.
         """
         try:
-            spans = [self.indexed.get(*piece) for piece in self.spans(sample)]
+            spans = [self.indexed.get(*span) for span in self.spans(sample)]
         except IndexError as failure:
             if not 0 <= sample < len(self):
                 raise
@@ -49,7 +49,7 @@ class GPTDataset(SegmentedSamples):
         tokens = np.concatenate([np.empty(0, np.int64), *spans], dtype=np.int64, casting="unsafe")
         if len(tokens) != self.sequence_length + 1:
             raise DataError(
-                f"The sample index of {self.prefix} is damaged: sample {sample} has {len(tokens)} tokens, not "
+                f"The sample index of {self.prefix} is damaged: sample {sample} has {len(tokens)} tokens, expected "
                 f"{self.sequence_length + 1}. Delete the index cache."
             )
         return tokens
@@ -61,15 +61,15 @@ class GPTDataset(SegmentedSamples):
         for sequence, offset, length in self.spans(sample):
             if position < length:
                 token = offset + position
-                at = int(self.indexed.pointers[sequence]) + token * self.indexed.dtype.itemsize
-                return f"{self.indexed.bin_path}: token {token} of sequence {sequence} (byte offset {at})"
+                address = int(self.indexed.pointers[sequence]) + token * self.indexed.dtype.itemsize
+                return f"{self.indexed.bin_path}: token {token} of sequence {sequence} (byte offset {address})"
             position -= length
-        raise IndexError(f"A sample has {self.sequence_length + 1} tokens; it has no token {position} beyond its end.")
+        raise IndexError(f"A position is beyond the {self.sequence_length + 1} tokens of a sample by {position}.")
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        number, place = self._segment_of(sample)
+        number, index = self._segment_of(sample)
         segment, spans = self._segments[number], []
-        row = int(segment.shuffle[place])
+        row = int(segment.shuffle[index])
         (first, offset), (last, end) = segment.sample[row : row + 2].tolist()
         for document, sequence in enumerate(segment.document[first : last + 1].tolist(), start=first):
             stop = end + 1 if document == last else int(self.indexed.lengths[sequence])

@@ -1,7 +1,7 @@
-"""Samples from sources whose rows are samples already: windows in Parquet files, documents of a store.
+"""Samples from sources with one row per sample: windows in Parquet files, documents of a store.
 
-A token file is one stream that is cut into samples; a row source has a row for each sample, which may be padded, so it
-says which labels count. Everything else (splits, blends, plan, resume) treats both alike.
+A token file is one stream that is cut into samples; a row may be padded, so a row source provides loss masks. Splits,
+blends, plans and resuming treat both alike.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.data.order.row_order import EpochRowOrder, RowSource
 
 @dataclass
 class _Chunk:
-    """The stretch of the order that is being read.
+    """The chunk of the order that is being read.
 
     Args:
-        key: segment, epoch, and number of the chunk in it.
-        rows: in their order.
+        key: segment, epoch, and index of the chunk in it.
+        rows: row indices in order.
     """
 
     key: tuple[int, int, int]
@@ -43,7 +43,7 @@ class RowDataset(SegmentedSamples):
         segments: as planned; each holds whole epochs.
 
     Raises:
-        DataError: a seed that NumPy cannot take.
+        DataError: a seed that NumPy rejects.
     """
 
     def __init__(self, source: RowSource, first: int, last: int, segments: Sequence[Segment]) -> None:
@@ -58,36 +58,36 @@ class RowDataset(SegmentedSamples):
         self._chunk: _Chunk | None = None
 
     def read(self, sample: int) -> Sample:
-        """A sample and which of its labels count.
+        """Returns a sample with its loss mask.
 
         Raises:
-            IndexError: there is no such sample.
+            IndexError: the sample is out of range.
             DataError: the row is damaged.
         """
-        chunk, place = self._place(sample)
+        chunk, offset = self._locate_chunk(sample)
         if self.source.reads_chunks:
-            tokens, *masks = (part[place] for part in chunk.content)
+            tokens, *masks = (field[offset] for field in chunk.content)
         else:
-            tokens, *masks = (part[0] for part in self.source.read(chunk.rows[place : place + 1]))
+            tokens, *masks = (field[0] for field in self.source.read(chunk.rows[offset : offset + 1]))
         return Sample(tokens.astype(np.int64), *masks)
 
     def locate(self, sample: int, position: int) -> str:
-        chunk, place = self._place(sample)
-        return self.source.locate(int(chunk.rows[place]), position)
+        chunk, offset = self._locate_chunk(sample)
+        return self.source.locate(int(chunk.rows[offset]), position)
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        chunk, place = self._place(sample)
-        return [DocumentSpan(int(chunk.rows[place]), 0, len(self.read(sample).tokens))]
+        chunk, offset = self._locate_chunk(sample)
+        return [DocumentSpan(int(chunk.rows[offset]), 0, len(self.read(sample).tokens))]
 
-    def _place(self, sample: int) -> tuple[_Chunk, int]:
-        """The chunk that contains a sample, and its place there."""
+    def _locate_chunk(self, sample: int) -> tuple[_Chunk, int]:
+        """Returns the chunk that contains a sample, and the sample's offset in it."""
         segment, number = self._segment_of(sample)
         epoch, position = divmod(number, self._rows)
         if self._order is None or self._order[0] != (segment, epoch):
             order = EpochRowOrder(self._edges, self.source.chunk_rows, self._segments[segment].seed, epoch)
             self._order = (segment, epoch), order
-        number, place = self._order[1].place(position)
+        number, offset = self._order[1].chunk_of(position)
         if self._chunk is None or self._chunk.key != (segment, epoch, number):
             self._chunk = None  # freed before the next one is read
             self._chunk = _Chunk((segment, epoch, number), self.source, self._order[1].chunk(number))
-        return self._chunk, place
+        return self._chunk, offset

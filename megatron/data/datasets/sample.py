@@ -1,4 +1,4 @@
-"""What a dataset returns for an index: the tokens of one sample and, where not all of its labels count, a mask."""
+"""A sample, and the interface and base classes of datasets, which map an index to a sample."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Sample(NamedTuple):
     """One sample.
 
     Shapes:
-        tokens: int64 [s + 1], the inputs and, shifted by one, the labels; where a sample has labels of its own only the
-            inputs, int64 [s].
-        loss_mask: bool or float32 [s], the weight of each label; None if all count fully.
-        segment_ids: int64 [s], which of the packed examples each input belongs to, counted from 0; None where
-            documents end with end-of-document, or are not separated at all.
-        prefix_mask: bool [s], whether all tokens of its segment may attend to an input, those before it included;
+        tokens: int64 [s + 1], the inputs and, shifted by one, the labels; int64 [s], only the inputs, if `labels` is
+            given.
+        loss_mask: bool or float32 [s], the weight of each label; None if all weights are 1.
+        segment_ids: int64 [s], index of the packed example that each input belongs to; None where documents end with
+            end-of-document, or are not separated.
+        prefix_mask: bool [s], true for inputs that all tokens of their segment, earlier ones included, may attend to;
             None where tokens attend to earlier ones only.
-        labels: int64 [s], the token to be predicted at each place; None if it is the next one.
-        token_types: int64 [s], which part of the sample each input belongs to (`--num-token-types`); None if there is
-            only one.
+        labels: int64 [s], the token to predict at each position; None if it is the next one.
+        token_types: int64 [s], index of the part that each input belongs to (`--num-token-types`); None for a single
+            part.
 
     Args:
-        is_swapped: whether the two parts of the sample are in the wrong order; None if it has no such parts.
+        is_swapped: the two parts of the sample are in the wrong order; None if it has no such parts.
     """
 
     tokens: np.ndarray
@@ -40,12 +40,12 @@ class Sample(NamedTuple):
 
 
 class DocumentSpan(NamedTuple):
-    """A stretch of tokens of one document within a sample.
+    """Consecutive tokens of one document within a sample.
 
     Args:
-        sequence: its number in the source, of a row source the number of the row.
-        first: number of its first token in that sequence.
-        tokens: how many of them.
+        sequence: index of the sequence, or row, in the source.
+        first: offset of the first token in that sequence.
+        tokens: number of tokens.
     """
 
     sequence: int
@@ -54,39 +54,39 @@ class DocumentSpan(NamedTuple):
 
 
 class SampleDataset(ABC):
-    """Samples by number."""
+    """Samples by index."""
 
     @property
     def prefix(self) -> str:
-        """The source as the user named it; empty for several together."""
+        """The source as named by the user; empty for several sources."""
         return ""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """Token ids int64 [s + 1], or [s] where samples have labels of their own."""
+        """Returns token ids, int64 [s + 1], or [s] where samples have separate labels."""
         return self.read(sample).tokens
 
     @abstractmethod
     def read(self, sample: int) -> Sample:
-        """Token ids, and which of them count as labels."""
+        """Returns a sample with its labels and masks."""
 
     def source_of(self, sample: int) -> int:
-        """The source of its group (`GroupPlan.sources`) that a sample comes from; 0 if there is only one."""
+        """Returns the index of a sample's source in its group (`GroupPlan.sources`); 0 for a single source."""
         return 0
 
     @abstractmethod
     def locate(self, sample: int, position: int) -> str:
-        """Describes where a token of a sample is stored."""
+        """Describes the location of a token of a sample."""
 
     @abstractmethod
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """The stretches of documents that make up a sample, in the order of its tokens."""
+        """Returns the document spans that make up a sample, in order."""
 
 
 class SegmentedSamples(SampleDataset):
-    """The samples of one source in planned order: segments that follow each other.
+    """The samples of one source in planned order: consecutive segments.
 
     Args:
         rows: samples of each segment.
@@ -104,39 +104,39 @@ class SegmentedSamples(SampleDataset):
         return self._starts[-1]
 
     def _segment_of(self, sample: int) -> tuple[int, int]:
-        """The segment of a sample, and its number there."""
+        """Returns the segment of a sample, and its index there."""
         if not 0 <= sample < len(self):
-            raise IndexError(f"{self.prefix} has {len(self)} planned samples; there is no sample {sample}.")
+            raise IndexError(f"Sample {sample} is out of range: {len(self)} samples of {self.prefix} are planned.")
         segment = bisect_right(self._starts, sample) - 1
         return segment, sample - self._starts[segment]
 
 
 class SampleRoute(SampleDataset):
-    """Samples that each belong to one of several datasets; a subclass says to which."""
+    """Samples that each belong to one of several datasets, which a subclass picks."""
 
     @abstractmethod
-    def _place(self, sample: int) -> tuple[SampleDataset, int]:
-        """The dataset of a sample, and its number there."""
+    def _route(self, sample: int) -> tuple[SampleDataset, int]:
+        """Returns the dataset of a sample, and its index there."""
 
     def read(self, sample: int) -> Sample:
-        dataset, number = self._place(sample)
+        dataset, number = self._route(sample)
         return dataset.read(number)
 
     def source_of(self, sample: int) -> int:
-        dataset, number = self._place(sample)
+        dataset, number = self._route(sample)
         return dataset.source_of(number)
 
     def locate(self, sample: int, position: int) -> str:
-        dataset, number = self._place(sample)
+        dataset, number = self._route(sample)
         return dataset.locate(number, position)
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        dataset, number = self._place(sample)
+        dataset, number = self._route(sample)
         return dataset.spans(number)
 
 
 class ChangedSamples(SampleRoute):
-    """The samples of one other dataset, each changed when it is read."""
+    """The samples of another dataset, each transformed when it is read."""
 
     dataset: SampleDataset
 
@@ -147,5 +147,5 @@ class ChangedSamples(SampleRoute):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _place(self, sample: int) -> tuple[SampleDataset, int]:
+    def _route(self, sample: int) -> tuple[SampleDataset, int]:
         return self.dataset, sample

@@ -1,4 +1,4 @@
-"""The order of a blend: several datasets mixed by weight so that every prefix already has the right shares.
+"""The order of a blend: several datasets mixed by weight, so that every prefix of it has the right shares.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/blendable_dataset.py` and `helpers.cpp` (`build_blending_indices`).
 """
@@ -17,13 +17,13 @@ _COUNTED_AT_ONCE = 1 << 22
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses the source of every sample: always the one furthest behind its share, the first of equals.
+    """Picks the source of every sample: the one furthest behind its share, the first one on a tie.
 
-    The choice at a position does not depend on `size`, so a longer order continues a shorter one.
+    The pick at a position does not depend on `size`, so a longer order continues a shorter one.
 
     Shapes:
-        result: source of each sample, uint8 [size] below 255 sources (int16, int32 above), and its number in that
-        source, int64 [size].
+        result: source of each sample, uint8 [size] below 255 sources (int16 or int32 above), and its index within
+        that source, int64 [size].
     """
     builder = compiled_builder()
     dtype = np.uint8 if len(weights) < _SMALL_BLEND else np.int16 if len(weights) < _WIDE_BLEND else np.int32
@@ -52,10 +52,10 @@ def _blend_order_python(weights: list[float], size: int, dtype: type[np.integer]
 
 
 def blend_counts(sources: np.ndarray, count: int) -> tuple[int, ...]:
-    """How many samples an order takes of each of `count` sources.
+    """Counts the samples that an order takes from each of `count` sources.
 
     Shapes:
-        sources: [samples], what `blend_order` gave.
+        sources: [samples], as returned by `blend_order`.
     """
     total = np.zeros(count, np.int64)
     for start in range(0, len(sources), _COUNTED_AT_ONCE):

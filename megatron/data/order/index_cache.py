@@ -1,8 +1,9 @@
-"""Index arrays kept on disk, built once and shared by every process that needs the same ones.
+"""Index arrays on disk, built once and shared by every process that needs them.
 
-A name is the hash of everything that determines the content, so a stale file cannot be taken for a fresh one. Arrays
-are written first and a description with their checksums last, each by temporary file and rename: what has a description
-is complete. Nothing waits for the disk: what a crash of the machine damages fails its checksum and is built again.
+The name is a hash of everything that determines the content, so a stale file is never mistaken for a fresh one. The
+arrays are written first and a description with their checksums last, each by temporary file and rename, so an index
+with a description is complete. Nothing is synced to disk: an index damaged by a machine crash fails its checksum and is
+rebuilt.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from megatron.files.replacing import write_atomically
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: builds are not serialised, which costs time and nothing else
+except ImportError:  # not POSIX: builds are not serialised, which only costs time
     fcntl = None  # type: ignore[assignment]
 
 FORMAT_VERSION = 1
 INDEX_CACHE_FOLDER = "index-cache"
-"""Where the arrays are kept, next to the data, unless the user names a folder."""
+"""Default folder of the arrays, next to the data."""
 
 _READ_BYTES = 1 << 24
 _MAPPED_ABOVE_BYTES = 1 << 20
@@ -44,21 +45,20 @@ Arrays = dict[str, np.ndarray]
 
 
 def description_sha256(description: Mapping[str, object]) -> str:
-    """Identifies rows by everything that their content depends on."""
+    """Returns a hash of everything that the content of rows depends on."""
     return hashlib.sha256(repr(sorted(description.items())).encode()).hexdigest()
 
 
 class IndexCache:
     """A folder of index arrays.
 
-    The lock only spares two jobs the same work: it is released by the system when its owner dies, and where the file
-    system offers none both jobs write the same bytes.
+    The lock only saves two jobs from doing the same work: the system releases it when its owner exits, and without
+    locks on the file system both jobs write the same bytes.
 
     Args:
-        directory: where the arrays are kept.
-        build: whether this process writes missing arrays. Others load them, or compute them in memory if they are
-            absent.
-        required: whether a folder that cannot be written is an error (the user named it) or costs only a warning.
+        directory: folder of the arrays.
+        build: write missing arrays to disk. Other processes load arrays, or compute missing ones in memory.
+        required: raise an error if the folder cannot be written (it is the user's choice), instead of a warning.
     """
 
     def __init__(self, directory: Path, build: bool = True, required: bool = False) -> None:
@@ -71,7 +71,7 @@ class IndexCache:
 
         Args:
             kind: first part of the file names, for readers.
-            description: JSON-able; everything the content depends on.
+            description: everything the content depends on, JSON-serialisable.
 
         Raises:
             StorageError: the folder was named by the user and cannot be written.
@@ -84,8 +84,8 @@ class IndexCache:
             return arrays
         if not self.build:
             log.warning(
-                f"no index {stem} in {self.directory}: is this folder shared with the process that built it? It is "
-                "computed in the memory of this process instead; the order of samples is the same."
+                f"no index {stem} in {self.directory}: is this folder shared with the process that built it? The index "
+                "is computed in memory instead; the order of samples is the same."
             )
             return make()
         return self._build(stem, record, make)
@@ -108,7 +108,7 @@ class IndexCache:
             text = f"The index cache {self.directory} cannot be written: {failure} Set --data-cache-path."
             if self.required:
                 raise StorageError(text) from failure
-            log.warning(f"{text} Until then each process computes the order of samples in its own memory.")
+            log.warning(f"{text} Until then each process computes the order of samples in memory.")
             return make()
 
     def _store(self, stem: str, record: dict[str, object], arrays: Arrays) -> None:
@@ -123,7 +123,7 @@ class IndexCache:
         write_atomically(self._description_path(stem), text.encode(), durable=False)
 
     def _load(self, stem: str, record: dict[str, object]) -> Arrays | None:
-        """Maps and verifies stored arrays; None if there are none or they are damaged (which is logged once)."""
+        """Maps and verifies stored arrays; None if they are missing or damaged (which is logged)."""
         path = self._description_path(stem)
         try:
             stored = read_plain_json(path)
@@ -131,7 +131,7 @@ class IndexCache:
             return None
         except (OSError, ValueError) as failure:
             _raise_if_too_many_files(path, failure)
-            log.warning(f"the index {path} cannot be read ({failure}) and is built again.")
+            log.warning(f"the index {path} cannot be read ({failure}) and is rebuilt.")
             return None
         try:
             problem = self._problem(stem, stored, record)
@@ -140,7 +140,7 @@ class IndexCache:
             _raise_if_too_many_files(path, failure)
             problem = f"{type(failure).__name__}: {failure}"
         if problem:
-            log.warning(f"the index {path} is damaged ({problem[:300]}) and is built again.")
+            log.warning(f"the index {path} is damaged ({problem[:300]}) and is rebuilt.")
             return None
         return arrays
 
@@ -159,7 +159,7 @@ class IndexCache:
                 _raise_if_too_many_files(path, failure)
                 return f"{path.name}: {failure.strerror}"
             if not isinstance(facts, dict) or size != facts.get("bytes") or checksum != facts.get("crc32"):
-                return f"{path.name} has {size} bytes with checksum {checksum:#010x}, stored were {facts}"
+                return f"{path.name} has {size} bytes and checksum {checksum:#010x}, expected {facts}"
         return None
 
     def _array_path(self, stem: str, name: str) -> Path:
@@ -176,7 +176,7 @@ class IndexCache:
 
 
 def wait_for_lock(stream: BinaryIO, directory: Path) -> None:
-    """Takes the exclusive lock of an open file; closing it, also by a killed owner, releases it."""
+    """Takes the exclusive lock of an open file; closing the file releases it, also when its owner is killed."""
     if fcntl is None:
         return
     started_at = time.monotonic()
@@ -187,15 +187,15 @@ def wait_for_lock(stream: BinaryIO, directory: Path) -> None:
             return
         except BlockingIOError:
             if not reported and time.monotonic() - started_at > _REPORT_AFTER_SECONDS:
-                log.info(f"another process builds an index in {directory}; waiting for it")
+                log.info(f"waiting for another process that builds an index in {directory}")
                 reported = True
             time.sleep(_POLL_SECONDS)
-        except OSError:  # no locks on this file system: the work is done twice, with the same result
+        except OSError:  # no locks on this file system: both processes build the same index
             return
 
 
 def _raise_if_too_many_files(path: Path, failure: Exception) -> None:
-    """Raises what says nothing about the file and would be the same for a new one."""
+    # This failure is not the file's fault; rebuilding the index would fail, too.
     if isinstance(failure, TooManyFilesError):
         raise failure
     if isinstance(failure, OSError) and failure.errno in (errno.EMFILE, errno.ENFILE):
@@ -203,27 +203,27 @@ def _raise_if_too_many_files(path: Path, failure: Exception) -> None:
 
 
 def _load_array(path: Path) -> np.ndarray:
-    """Maps an array; a small one is read, since a map holds its file open and hundreds of sources have many.
+    """Maps an array; a small one is read, since a map holds its file open and hundreds of sources add up.
 
     Raises:
-        ValueError: it holds no integers.
+        ValueError: the array does not hold integers.
     """
     is_small = path.stat().st_size <= _MAPPED_ABOVE_BYTES
     array = np.asarray(np.load(path, mmap_mode=None if is_small else "r", allow_pickle=False))
     if array.dtype.kind not in "iu":
-        raise ValueError(f"{path.name} holds {array.dtype.name}, not integers")
+        raise ValueError(f"{path.name} holds {array.dtype.name}, expected integers")
     return array
 
 
 def _save_array(array: np.ndarray, facts: dict[str, object], stream: BinaryIO) -> None:
-    """Writes an array and notes size and checksum of the file."""
+    """Writes an array and stores the file's size and checksum in `facts`."""
     counted = _CountedWriter(stream)
     np.save(counted, array, allow_pickle=False)
     facts.update(bytes=counted.size, crc32=counted.checksum)
 
 
 class _CountedWriter:
-    """Passes on what is written; keeps its size and checksum."""
+    """A writer that tracks the size and checksum of its output."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.size = 0
@@ -231,7 +231,6 @@ class _CountedWriter:
         self._stream = stream
 
     def write(self, data: bytes) -> int:
-        """Writes and counts."""
         self.size += len(data)
         self.checksum = zlib.crc32(data, self.checksum)
         return self._stream.write(data)

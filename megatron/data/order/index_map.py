@@ -1,8 +1,8 @@
-"""The order in which a GPT run sees its sequences: document, sample and shuffle index, bit-identical to Megatron's.
+"""The order of sequences in a GPT run: document, sample and shuffle index, bit-identical to Megatron's.
 
 The documents of all epochs are laid end to end in a shuffled order (document index), cut into samples of `sequence
 length + 1` tokens that overlap by one (sample index), and the samples are shuffled (shuffle index). The compiled
-builder (`csrc/index_builder`) and the NumPy code below give the same bytes.
+builder (`csrc/index_builder`) and the NumPy code below produce the same bytes.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/gpt_dataset.py` (`_build_index_mappings`) and `helpers.cpp`; the
 0.80 rule is NVIDIA Megatron-LM's and deepspeedai's.
@@ -36,7 +36,7 @@ _DRAWS_AT_ONCE = 1 << 16
 
 
 class Indices(NamedTuple):
-    """The three arrays that fix an order of samples.
+    """The three arrays that define an order of samples.
 
     Shapes:
         document: int32 [epochs * documents], sequence numbers.
@@ -51,7 +51,7 @@ class Indices(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """How many epochs an index covers and whether its last one is shuffled on its own.
+    """The epochs that an index covers.
 
     Args:
         epochs: whole passes over the documents.
@@ -65,25 +65,24 @@ class EpochPlan:
 
     @property
     def separate(self) -> bool:
-        """Whether the last epoch is shuffled on its own, after all others."""
+        """True if the last epoch is shuffled on its own, after all others."""
         return self.first_samples < self.samples
 
 
 def plan_epochs(tokens: int, sequence_length: int, samples: int, epoch_rule: str) -> EpochPlan:
-    """Works out the epochs that are needed for a number of samples.
+    """Returns the epochs required for a number of samples.
 
     Args:
         tokens: tokens of one epoch.
-        samples: samples wanted; the plan has at least as many.
+        samples: required samples; the plan has at least as many.
         epoch_rule: a key of `SEPARATE_BELOW_RATIO`.
 
     Raises:
-        DataError: there are no tokens to take samples from.
+        DataError: the documents hold no tokens.
     """
     if tokens <= 0:
         raise DataError(
-            f"{samples} samples were requested from documents that hold {tokens} tokens. Use a corpus that is not "
-            "empty."
+            f"{samples} samples were requested from documents that hold {tokens} tokens. Use a corpus with text."
         )
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     total = (epochs * tokens - 1) // sequence_length
@@ -107,20 +106,21 @@ def build_indices(
     """Builds document, sample and shuffle index.
 
     Shapes:
-        lengths: int32 [N], tokens of every sequence of the file; documents: [D], the sequence numbers to use.
+        lengths: int32 [N], tokens of every sequence of the file; documents: [D], numbers of the sequences to use.
 
     Args:
-        tokens: tokens in the documents, if they were counted before.
+        tokens: tokens in the documents, if known.
 
     Raises:
-        DataError: no tokens, a seed NumPy cannot take, or an order too long to be held.
+        DataError: no tokens, a seed that NumPy rejects, or an order that is too long.
     """
     check_seed(seed)
-    held = int(lengths[documents].sum(dtype=np.int64)) if tokens is None else tokens
-    plan = plan_epochs(held, sequence_length, samples, epoch_rule)
+    if tokens is None:
+        tokens = int(lengths[documents].sum(dtype=np.int64))
+    plan = plan_epochs(tokens, sequence_length, samples, epoch_rule)
     if plan.epochs * len(documents) > _MOST_ENTRIES:
         raise DataError(
-            f"{samples} samples of {sequence_length} tokens take {plan.epochs} epochs over {len(documents)} documents: "
+            f"{samples} samples of {sequence_length} tokens need {plan.epochs} epochs of {len(documents)} documents: "
             f"an order of more than {_MOST_ENTRIES} entries. Use a larger corpus or fewer samples."
         )
     random = np.random.RandomState(seed)
@@ -130,10 +130,10 @@ def build_indices(
 
 
 def check_seed(seed: int) -> None:
-    """Checks that NumPy can shuffle by a seed.
+    """Checks that NumPy accepts a seed.
 
     Raises:
-        DataError: it cannot.
+        DataError: it does not.
     """
     if not 0 <= seed <= _LARGEST_SEED:
         raise DataError(f"The seed {seed} (--seed) cannot shuffle data; it must be from 0 to {_LARGEST_SEED}.")
@@ -142,8 +142,8 @@ def check_seed(seed: int) -> None:
 def sample_index(lengths: np.ndarray, document: np.ndarray, sequence_length: int, samples: int) -> np.ndarray:
     """Cuts the documents, laid end to end in the given order, into samples.
 
-    Row k is the place of token `k * sequence_length`, the last of sample k - 1 and the first of sample k; row 0 is (0,
-    0).
+    Row k is the position of token `k * sequence_length`, the last of sample k - 1 and the first of sample k; row 0 is
+    (0, 0).
 
     Shapes:
         result: [samples + 1, 2], int32 if every entry fits, else int64.
@@ -161,12 +161,12 @@ def sample_index(lengths: np.ndarray, document: np.ndarray, sequence_length: int
 
 @functools.cache
 def compiled_builder() -> ModuleType | None:
-    """The compiled index builder, or None (with one warning) where it was not built."""
+    """Returns the compiled index builder, or None (with one warning) if it is not installed."""
     if _compiled is not None and _compiled.INTERFACE == _BUILDER_INTERFACE:
         return _compiled
     log.warning(
-        "the compiled index builder is not installed; NumPy builds the same sample order with more memory, and orders "
-        "of blended datasets about 20 times slower. A C++ compiler and `pip install .` give the compiled one."
+        "the compiled index builder is not installed; NumPy builds the same sample order with more memory, and blends "
+        "about 20 times slower. Install it with a C++ compiler and `pip install .`."
     )
     return None
 
@@ -178,7 +178,7 @@ def _sample_index_numpy(
     ends = np.cumsum(sizes, dtype=np.int64)
     if samples and (len(ends) == 0 or ends[-1] <= samples * sequence_length):
         held = int(ends[-1]) if len(ends) else 0
-        raise ValueError(f"{samples} samples take {samples * sequence_length + 1} tokens; the documents hold {held}.")
+        raise ValueError(f"{samples} samples need {samples * sequence_length + 1} tokens; the documents hold {held}.")
     result = np.empty((samples + 1, 2), dtype)
     result[0] = 0
     chunk = 1 << 20
@@ -192,9 +192,9 @@ def _sample_index_numpy(
 
 
 def shuffle(random: np.random.RandomState, values: np.ndarray) -> None:
-    """The same as `random.shuffle(values)`, for the values and for `random`; several times faster where compiled.
+    """Equals `random.shuffle(values)`, for the values and the state of `random`; several times faster where compiled.
 
-    The draws are NumPy's own, taken in chunks; the last chunk is taken again as far as it was used.
+    The draws come from NumPy in chunks; the last chunk is drawn again as far as it was used.
 
     Shapes:
         values: [n] integers of 4 or 8 bytes.
@@ -203,16 +203,16 @@ def shuffle(random: np.random.RandomState, values: np.ndarray) -> None:
     if builder is None or not 1 < len(values) <= _LARGEST_SEED:
         random.shuffle(values)
         return
-    place = len(values) - 1
-    while place > 0:
+    index = len(values) - 1
+    while index > 0:
         state = random.get_state(legacy=False)
-        place, used = builder.shuffle(values, place, _draws(random, min(_DRAWS_AT_ONCE, 2 * place + 64)))
+        index, used = builder.shuffle(values, index, _draws(random, min(_DRAWS_AT_ONCE, 2 * index + 64)))
     random.set_state(state)
     _draws(random, used)
 
 
 def _draws(random: np.random.RandomState, count: int) -> np.ndarray:
-    """The generator's next 32-bit numbers as they are."""
+    """Returns the generator's next raw 32-bit numbers."""
     return random.randint(0, 2**32, count, dtype=np.uint32)
 
 

@@ -1,12 +1,12 @@
-"""Examples of different lengths packed into rows: greedily in shuffled order, or so that little is left empty.
+"""Packing of examples of different lengths into rows: greedily in shuffled order, or best-fit.
 
-Best-fit decreasing: the longest example first, each into the fullest row that has room for it. It is done block by
-block of consecutive examples, so that a row holds examples that are close together, rows follow the order of the
-examples, and the cost per example does not grow with their number.
+Best-fit decreasing: the longest example first, each into the fullest row that has room for it. It runs on one block of
+consecutive examples at a time, so that a row holds nearby examples, rows follow the order of the examples, and the cost
+per example does not grow with their number.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/decoder_packed_mtf_dataset.py` (`_build_index_mappings`,
-`_build_sample_idx`), whose rows of the first epoch `pack` gives; Johnson, "Near-optimal bin packing algorithms",
-1973 (best-fit decreasing needs at most 11/9 of the fewest rows); Ding et al., "Fewer truncations improve language
+`_build_sample_idx`), whose first epoch `pack` reproduces; Johnson, "Near-optimal bin packing algorithms", 1973
+(best-fit decreasing needs at most 11/9 of the optimal rows); Ding et al., "Fewer truncations improve language
 modeling", 2024 (for the packing of documents).
 """
 
@@ -21,37 +21,37 @@ BLOCK_EXAMPLES = 1 << 14
 
 
 class Packing(NamedTuple):
-    """Which examples each row holds.
+    """The examples of each row.
 
     Shapes:
         order: int64 [n], the examples in shuffled order.
-        rows: int64 [r, 2], of each row the first of its examples in the order and one past the last.
+        rows: int64 [r, 2], range of each row's examples in the order.
     """
 
     order: np.ndarray
     rows: np.ndarray
 
     @property
-    def left_out(self) -> int:
-        """Examples that no row is long enough for."""
+    def skipped(self) -> int:
+        """Examples longer than a row."""
         return len(self.order) - int((self.rows[:, 1] - self.rows[:, 0]).sum())
 
 
 def pack(lengths: np.ndarray, capacity: int, seed: int) -> Packing:
-    """Shuffles examples and fills one row after another; an example that does not fit any more begins the next row.
+    """Shuffles examples and fills one row after another; an example that does not fit starts the next row.
 
     Shapes:
         lengths: [n], tokens of each example.
 
     Args:
-        capacity: tokens of a row; longer examples are left out.
+        capacity: tokens of a row; longer examples are skipped.
         seed: 0 to 2^32 - 1.
     """
     order = np.arange(len(lengths), dtype=np.int64)
     np.random.RandomState(seed).shuffle(order)
     ends = np.cumsum(lengths[order], dtype=np.int64)
     rows = []
-    first, taken = 0, 0  # of the row that is begun, and tokens before it
+    first, taken = 0, 0  # start of the current row, and tokens before it
     while first < len(order):
         last = int(np.searchsorted(ends, taken + capacity, side="right"))
         if last > first:
@@ -63,11 +63,11 @@ def pack(lengths: np.ndarray, capacity: int, seed: int) -> Packing:
 
 
 class FilledRows(NamedTuple):
-    """Which examples each row holds.
+    """The examples of each row.
 
     Shapes:
-        order: int64 [n], the examples row after row, in a row in their own order.
-        starts: int64 [r + 1], where in the order the examples of each row begin; then n.
+        order: int64 [n], the examples row by row, ascending within a row.
+        starts: int64 [r + 1], index of each row's first example in the order, then n.
     """
 
     order: np.ndarray
@@ -75,7 +75,7 @@ class FilledRows(NamedTuple):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> FilledRows:
-    """Packs examples, none of which is longer than a row.
+    """Packs examples that are no longer than a row.
 
     Shapes:
         lengths: [n], tokens of each example.
@@ -93,17 +93,17 @@ def best_fit(lengths: np.ndarray, capacity: int) -> FilledRows:
 
 
 def _filled(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    """The rows of one block, each sorted, in the order of their first examples."""
+    """Returns the rows of one block, each sorted, in the order of their first examples."""
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # tokens that are left in a row, and the row; sorted
+    room: list[tuple[int, int]] = []  # free tokens of a row, and the row; sorted
     for example in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[example])
-        place = bisect_left(room, (length, -1))
-        if place == len(room):
+        fullest = bisect_left(room, (length, -1))
+        if fullest == len(room):
             left, row = capacity, len(rows)
             rows.append([])
         else:
-            left, row = room.pop(place)
+            left, row = room.pop(fullest)
         rows[row].append(example)
         insort(room, (left - length, row))
     return sorted(map(sorted, rows))

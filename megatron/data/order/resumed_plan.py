@@ -1,6 +1,6 @@
-"""Reconciling the stored plan of a run with the data that the resumed run names: the same, moved, or another blend.
+"""Reconciles the stored plan of a run with the data of the resumed run: the same, moved, or another blend.
 
-The content of the files is compared, never their location. See `plan.py` for what a changed blend does.
+The content of the files is compared, never their location. See `plan.py` for the effect of a changed blend.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ _SAME_WEIGHT_RATIO = 1e-9
 
 
 def resumed_plan(fresh: DataPlan, stored: DataPlan, consumed: int, *, may_change_blend: bool) -> DataPlan:
-    """The stored plan with the prefixes that the data has now; evaluation groups that changed start over.
+    """Returns the stored plan with the current prefixes of the data; evaluation groups that changed start over.
 
     Args:
-        fresh: what a new run with the present flags would plan.
-        consumed: training samples consumed so far; a new phase begins there if the training blend is another one.
-        may_change_blend: whether that was asked for (`--change-data-blend`).
+        fresh: the plan of a new run with the current flags.
+        consumed: training samples consumed so far; a new phase begins there if the training blend changed.
+        may_change_blend: allow another training blend (`--change-data-blend`).
 
     Raises:
-        DataError: the sequence length or the seed is another one, or the training blend is and was not to be.
+        DataError: the sequence length or the seed differs, or the training blend does and may not.
     """
-    for what, flag in (("sequence_length", "--seq-length"), ("seed", "--seed")):
-        asked, had = getattr(fresh, what), getattr(stored, what)
-        if asked != had:
+    for name, flag in (("sequence_length", "--seq-length"), ("seed", "--seed")):
+        now, before = getattr(fresh, name), getattr(stored, name)
+        if now != before:
             raise DataError(
-                f"The order of samples was planned with {flag} {had}, this run has {flag} {asked}. Keep {had}, or "
+                f"The order of samples was planned with {flag} {before}, this run has {flag} {now}. Keep {before}, or "
                 "start a new order with --finetune."
             )
     return dataclasses.replace(
@@ -45,12 +45,12 @@ def resumed_plan(fresh: DataPlan, stored: DataPlan, consumed: int, *, may_change
 
 
 def changed_blend(group: GroupPlan, now: GroupPlan, members: Sequence[PhaseMember], consumed: int) -> GroupPlan:
-    """Ends the last phase at `consumed` and opens one with other members.
+    """Ends the last phase at `consumed` and starts one with other members.
 
     Args:
         group: the stored plan.
         now: `group` with the new sources appended.
-        members: of the new phase; places in the sources of `now`.
+        members: of the new phase, indexing the sources of `now`.
     """
     last = group.phases[-1]
     counts = list(last.consumed) + [0] * (len(group.sources) - len(last.consumed))
@@ -92,40 +92,40 @@ def _resumed_evaluation(fresh: Sequence[GroupPlan], stored: Sequence[GroupPlan])
         is_same = old is not None and _is_same_blend(old.phases[-1], members)
         if old is not None and not is_same:
             log.shared_warning(
-                f"the evaluation data {group.name} has changed since the checkpoint; its loss is of other samples now."
+                f"the evaluation data {group.name} changed since the checkpoint; its loss is now of other samples."
             )
         result.append(now if is_same else group)
     return tuple(result)
 
 
 def _in_terms_of(stored: GroupPlan, fresh: GroupPlan) -> tuple[GroupPlan, tuple[PhaseMember, ...]]:
-    """The stored group under the prefixes of the fresh one, its new sources appended, and the members of the new phase.
+    """Returns the stored group with the prefixes and new sources of the fresh one, and the members of the new phase.
 
-    Two sources are the same if their identities are; if a blend names one several times, its entries match in order.
+    Sources match by identity; if a blend lists one several times, its entries match in order.
     """
     sources = list(stored.sources)
-    places = {key: place for place, key in enumerate(_numbered(sources))}
+    indices = {key: index for index, key in enumerate(_numbered(sources))}
     members = []
     for key, member in zip(_numbered(fresh.sources), fresh.phases[0].members, strict=True):
         source = fresh.sources[member.source]
-        place = places.get(key)
-        if place is None:
-            place = len(sources)
+        index = indices.get(key)
+        if index is None:
+            index = len(sources)
             sources.append(source)
-        held = sources[place]
-        if (held.tokens, held.is_rows, held.is_mapped) != (source.tokens, source.is_rows, source.is_mapped):
+        known = sources[index]
+        if (known.tokens, known.is_rows, known.is_mapped) != (source.tokens, source.is_rows, source.is_mapped):
             raise DataError(
-                f"The stored data plan says that {source.prefix} [{source.first}, {source.last}) holds {held.tokens} "
+                f"The stored data plan lists {source.prefix} [{source.first}, {source.last}) with {known.tokens} "
                 f"tokens, but it holds {source.tokens}. Continue from another checkpoint of the run, or start a new "
                 "order with --finetune."
             )
-        sources[place] = dataclasses.replace(sources[place], prefix=source.prefix)
-        members.append(PhaseMember(place, member.weight))
+        sources[index] = dataclasses.replace(known, prefix=source.prefix)
+        members.append(PhaseMember(index, member.weight))
     return dataclasses.replace(stored, sources=tuple(sources)), tuple(members)
 
 
 def _numbered(sources: Sequence[SourcePlan]) -> list[tuple[tuple[str, int, int], int]]:
-    """The identity of each source, and how many of the same identity stand before it."""
+    """Returns the identity of each source and the number of earlier sources with the same identity."""
     seen: Counter[tuple[str, int, int]] = Counter()
     keys = []
     for source in sources:
@@ -135,44 +135,43 @@ def _numbered(sources: Sequence[SourcePlan]) -> list[tuple[tuple[str, int, int],
 
 
 def _is_same_blend(phase: Phase, members: Sequence[PhaseMember]) -> bool:
-    """Whether a phase has these members with the same weights, in whatever order they are named."""
-    then = {member.source: member.weight for member in phase.members}
+    """Returns True if a phase has these members with the same weights, in any order."""
+    before = {member.source: member.weight for member in phase.members}
     now = {member.source: member.weight for member in members}
-    return then.keys() == now.keys() and all(
-        math.isclose(then[place], now[place], rel_tol=_SAME_WEIGHT_RATIO) for place in now
+    return before.keys() == now.keys() and all(
+        math.isclose(before[source], now[source], rel_tol=_SAME_WEIGHT_RATIO) for source in now
     )
 
 
 def _change_text(stored: GroupPlan, changed: GroupPlan) -> str:
-    before, phase = stored.phases[-1], changed.phases[-1]
-    then = {member.source: member.weight for member in before.members}
+    phase = changed.phases[-1]
+    before = {member.source: member.weight for member in stored.phases[-1].members}
     texts = []
     for member in phase.members:
-        old = f"{then[member.source]:.4g} -> " if member.source in then else ""
+        old = f"{before[member.source]:.4g} -> " if member.source in before else ""
         count = phase.consumed_of(member.source)
-        what = f"continues after {count:,} of its samples" if count else "begins at its first sample"
+        start = f"continues after {count:,} of its samples" if count else "begins at its first sample"
         source = changed.sources[member.source]
         for other in stored.sources:
             if other.fingerprint == source.fingerprint and other.identity() != source.identity() and not count:
-                what += f" (its range was [{other.first}, {other.last}): what both ranges hold may repeat)"
-        texts.append(f"{source.prefix} ({old}{member.weight:.4g}) {what}")
-    for place in sorted(then.keys() - {member.source for member in phase.members}):
-        count = phase.consumed_of(place)
-        texts.append(f"{changed.sources[place].prefix} is left out after {count:,} of its samples")
+                start += f" (its range was [{other.first}, {other.last}): the overlap may repeat)"
+        texts.append(f"{source.prefix} ({old}{member.weight:.4g}) {start}")
+    for removed in sorted(before.keys() - {member.source for member in phase.members}):
+        count = phase.consumed_of(removed)
+        texts.append(f"{changed.sources[removed].prefix} is removed after {count:,} of its samples")
     return f"the blend of the training data changes at sample {phase.first:,}: {'; '.join(texts)}."
 
 
 def _other_data_text(stored: GroupPlan, fresh: GroupPlan | None) -> str:
     text = (
-        f"The training data is not that of the run to be resumed: it had {_sources_text(stored)}; now there is "
+        f"The training data differs from the run to resume: it had {_sources_text(stored)}; this run has "
         f"{_sources_text(fresh)}. Use the same files, split and weights"
     )
     if fresh is None:
         return f"{text}."
     return (
-        f"{text}; or add --change-data-blend to continue with this blend from here, each source where it stopped; or "
-        f"start "
-        "a new order with --finetune."
+        f"{text}; or add --change-data-blend to continue with this blend, each source where it stopped; or start a new "
+        "order with --finetune."
     )
 
 

@@ -1,10 +1,9 @@
-"""The order in which a row source (Parquet windows, a document store) gives its rows: a new permutation each epoch.
+"""The order of rows from a row source (Parquet windows, a document store): a new permutation each epoch.
 
-A permutation of all rows at once would cost memory for every row and jump over the whole source at every step, which is
-slow for files that are stored in row groups. So the source names blocks of consecutive rows that are cheap to read
-together; the blocks are shuffled, and the rows of as many blocks as make up a chunk are shuffled among themselves. A
-source of one chunk is shuffled as a whole. Each part is computed when it is reached, from the seed, the epoch and its
-number alone.
+A permutation of all rows would cost memory for every row and jump across the whole source at every step, which is slow
+for files stored in row groups. So the source declares blocks of consecutive rows that are cheap to read together; the
+blocks are shuffled and grouped into chunks, and rows are shuffled within a chunk. A source of one chunk is shuffled as
+a whole. Each chunk is computed on demand, from the seed, the epoch and its index alone.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ class EpochRowOrder:
 
     Args:
         edges: first row of every block, then the end of the last, int64 [blocks + 1]; no block is empty.
-        chunk_rows: about this many rows are shuffled together, in whole blocks.
+        chunk_rows: approximate size of a chunk, which consists of whole blocks.
         seed: of the segment, 0 to 2^32 - 1.
-        epoch: its number within the segment.
+        epoch: index within the segment.
     """
 
     def __init__(self, edges: np.ndarray, chunk_rows: int, seed: int, epoch: int) -> None:
@@ -37,13 +36,13 @@ class EpochRowOrder:
     def __len__(self) -> int:
         return int(self._edges[-1] - self._edges[0])
 
-    def place(self, position: int) -> tuple[int, int]:
-        """The chunk that contains a position of the order, and its place in that chunk."""
+    def chunk_of(self, position: int) -> tuple[int, int]:
+        """Returns the chunk that contains a position of the order, and the offset in that chunk."""
         chunk = int(np.searchsorted(self._starts, position, side="right")) - 1
         return chunk, position - int(self._starts[chunk])
 
     def chunk(self, number: int) -> np.ndarray:
-        """The rows of a chunk in their order, int64."""
+        """Returns the rows of a chunk in their order, int64."""
         first, *rest = self._first_blocks[number : number + 2].tolist()
         blocks = self._blocks[first : rest[0] if rest else None].tolist()
         rows = np.concatenate([np.arange(self._edges[block], self._edges[block + 1]) for block in blocks])
@@ -52,11 +51,11 @@ class EpochRowOrder:
 
 
 class RowSource(ABC):
-    """Rows by number, each a sample; unless a subclass says otherwise, they are read one by one, from anywhere.
+    """Rows by index, each a sample. By default rows are read one by one, with random access.
 
     Attributes:
-        prefix: the source as the user named it.
-        reads_chunks: whether reading a chunk of the order at once is cheaper than reading its rows one by one.
+        prefix: the source as named by the user.
+        reads_chunks: True if reading a chunk of the order at once is cheaper than reading its rows one by one.
     """
 
     prefix: str
@@ -67,14 +66,14 @@ class RowSource(ABC):
 
     @property
     def chunk_rows(self) -> int:
-        """About this many rows are shuffled together; part of the order, as the blocks are."""
+        """Approximate number of rows shuffled together; it affects the order, as the blocks do."""
         return 1 << 16
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     def blocks(self, first: int, last: int) -> np.ndarray:
-        """Cuts the rows [first, last) into stretches that are cheap to read together: every row by itself.
+        """Splits the rows [first, last) into blocks that are cheap to read together; by default one row each.
 
         Shapes:
             result: int64 [blocks + 1], the first row of each, then `last`.
@@ -83,16 +82,16 @@ class RowSource(ABC):
 
     @abstractmethod
     def read(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Reads rows: the fields of `Sample` in their order, each for all rows; trailing ones may be left out.
+        """Reads rows: the fields of `Sample` in order, each for all rows; trailing fields may be omitted.
 
         Shapes:
-            rows: int64 [n]; result: token ids [n, s + 1] of any integer type, bool [n, s], whether each label counts,
-            int64 [n, s], the segments, where the padding is one of its own, and so on.
+            rows: int64 [n]; result: token ids [n, s + 1] of any integer type, loss mask bool [n, s], segments int64
+            [n, s] with padding as a separate segment, and so on.
 
         Raises:
-            DataError, StorageError: a row is damaged or missing, or cannot be reached.
+            DataError, StorageError: a row is damaged, missing or unreachable.
         """
 
     @abstractmethod
     def locate(self, row: int, position: int) -> str:
-        """Describes where a token of a row is stored."""
+        """Describes the location of a token of a row."""

@@ -1,5 +1,5 @@
-"""What DeepSpeed keeps to itself: no other folder uses a name that its documentation does not promise.
+"""All uses of DeepSpeed's internals; other folders use its documented API only.
 
-tests/engine/deepspeed/test_deepspeed_internals.py holds every name against the installed version. Each file names where
-in DeepSpeed 0.19.8 its names are from.
+Each file names the DeepSpeed 0.19.8 sources it relies on; tests/engine/deepspeed/test_deepspeed_internals.py checks all
+names against the installed version.
 """

@@ -1,7 +1,7 @@
-"""Parameters that some data-parallel ranks hold different ones of: how DeepSpeed is told, without a layer of its own.
+"""Expert parameters, which differ between data-parallel ranks, in DeepSpeed without its own MoE layer.
 
-DeepSpeed divides, broadcasts and averages a parameter over all data-parallel ranks. It has other groups for its own
-layers of experts (`utils/groups.py`, `moe/utils.py`), which its optimizers look up by the name of a parameter group
+DeepSpeed partitions, broadcasts and averages a parameter over all data-parallel ranks, except the parameters of its own
+MoE layers (`utils/groups.py`, `moe/utils.py`). Its optimizers find their groups by the name of a parameter group
 (`runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`, `_configure_moe_settings`) or of a parameter
 (`runtime/zero/stage3.py`, `_autoep_expert_parallel_group`), and ZeRO-3's partitioning by an attribute
 (`runtime/zero/partition_parameters.py`, `_convert_to_deepspeed_param`).
@@ -24,36 +24,36 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 
 _NAME = "experts"
-# What a group of an optimizer's parameters needs in order to be divided over the ranks with the same experts.
+# The entries of a parameter group that is partitioned over the ranks with the same experts.
 EXPERT_GROUP: dict[str, Any] = {"moe": True, "name": _NAME}
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Whether `mark_expert` has marked a parameter."""
+    """Returns True if `mark_expert` has marked a parameter."""
     return not getattr(parameter, "allreduce", True)
 
 
 def mark_expert(parameter: nn.Parameter, mesh: ParallelMesh) -> None:
-    """Says of a parameter, before ZeRO-3 divides it, that other data-parallel ranks hold others, if so."""
+    """Marks a parameter that differs between data-parallel ranks; must be called before ZeRO-3 partitions it."""
     replicas = shard_spec_of(parameter).replicas(mesh)
     if replicas.ranks == mesh.gradient.ranks:
         return
-    groups._EXPERT_PARALLEL_GROUP[_NAME] = mesh.expert_model.group  # between whose ranks norms are summed
+    groups._EXPERT_PARALLEL_GROUP[_NAME] = mesh.expert_model.group  # norms are summed over it
     groups._EXPERT_DATA_PARALLEL_GROUP[_NAME] = mesh.expert_gradient.group
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[_NAME] = list(mesh.expert_gradient.ranks)
-    facts = {
+    attributes = {
         "allreduce": False,
         "group_name": _NAME,
         "ds_zero_placement_family": "autoep_expert",
         "ds_zero_partition_group_name": _NAME,
         "ds_zero_partition_process_group": replicas.group,
     }
-    for name, value in facts.items():
+    for name, value in attributes.items():
         setattr(parameter, name, value)
 
 
 class PlacedInit(deepspeed.zero.Init):
-    """`zero.Init`, which divides experts over the ranks that hold the same ones."""
+    """`zero.Init` that partitions experts over the ranks with the same experts."""
 
     def __init__(self, mesh: ParallelMesh, **options: Any) -> None:
         super().__init__(**options)
@@ -66,12 +66,12 @@ class PlacedInit(deepspeed.zero.Init):
 
 class _ZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        known = {
+        experts = {
             "has_moe_layers": True,
             "expert_parallel_group": groups._EXPERT_PARALLEL_GROUP,
             "expert_data_parallel_group": groups._EXPERT_DATA_PARALLEL_GROUP,
         }
-        super().__init__(*arguments, **{**options, **known})
+        super().__init__(*arguments, **{**options, **experts})
 
 
 class _HalfPrecisionOptimizer(BF16_Optimizer):  # type: ignore[misc]
@@ -81,7 +81,7 @@ class _HalfPrecisionOptimizer(BF16_Optimizer):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def optimizers_for_experts(is_needed: bool) -> Iterator[None]:
-    """Has an engine that is made in the block divide groups of `EXPERT_GROUP` among the ranks of experts."""
+    """Makes engines that are built in the block partition groups with `EXPERT_GROUP` over the ranks of experts."""
     if not is_needed:
         yield
         return

@@ -1,17 +1,16 @@
-"""The optimizers that DeepSpeed returns: the fp32 weights and gradients inside each, and who updates them.
+"""Views of the optimizers that DeepSpeed returns, with their fp32 weights and gradients.
 
-`view_of` chooses the class by what the optimizer is. With ZeRO 0, 1 and 2 the step owns the gradients
-(`engine/gradients/`):
+With ZeRO 0, 1 and 2, `engine/gradients/` accumulates, averages, measures and clips gradients instead of DeepSpeed:
 
-    ZeRO, dtype      view              where gradients add up       done here instead of by DeepSpeed
-    0, fp32          DirectView        .grad                        mean over ranks, norm, clipping, step
-    1, bf16          AccumulatedView   its flat fp32 buffers        the same, and adding up
-    1, fp32, fp16    PartitionedView   flat fp32 buffers of ours    the same; hooks and buckets are removed
-    2                PartitionedView   this rank's fp32 part        the same; buckets are `reduce_bucket_size` long
-    3                SubGroupView      DeepSpeed's                  the permission to update
+    ZeRO, dtype      view              gradients accumulate in        done here instead of by DeepSpeed
+    0, fp32          DirectView        .grad                          mean over ranks, norm, clipping, step
+    1, bf16          AccumulatedView   DeepSpeed's flat fp32 buffers  the same, and accumulation
+    1, fp32, fp16    PartitionedView   separate flat fp32 buffers     the same; hooks and buckets are removed
+    2                PartitionedView   this rank's fp32 part          the same; buckets of `reduce_bucket_size`
+    3                SubGroupView      DeepSpeed's buffers            the decision to update
 
-bf16 is like fp32 at stage 1 if the optimizer is offloaded or gradients are to add up in bf16. DeepSpeed initializes,
-divides, keeps the loss scale and gathers the updated weights.
+At stage 1, bf16 is handled like fp32 if the optimizer is offloaded or gradients accumulate in bf16. DeepSpeed
+initializes, partitions, and gathers the updated weights.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from megatron.engine.deepspeed_internals.experts import is_expert
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_figures import GradientFigures
 from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_stats import GradientStats
 from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
@@ -42,19 +41,19 @@ from megatron.parallel.mesh import ParallelMesh
 
 
 class OwningView(GradientOwner, OptimizerView):
-    """An optimizer of ZeRO 0, 1 or 2: DeepSpeed neither adds gradients up nor averages, measures or clips them.
+    """The optimizer of ZeRO 0, 1 or 2; DeepSpeed neither accumulates nor averages, measures or clips gradients.
 
     Args:
-        mesh: says which ranks share a parameter.
-        clipping: how gradients are measured and limited.
+        mesh: determines the ranks that share a parameter.
+        clipping: measures and clips gradients.
     """
 
     def __init__(self, engine: Any, mesh: ParallelMesh, clipping: Clipping) -> None:
         OptimizerView.__init__(self, engine)
         self._device, self._implementation = clipping.device, clipping.implementation
         self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if self.is_scaled else None
-        # The network's weights, if an update is to write them besides those of the optimizer; and whether they are all
-        # new after it: of several ranks each updates a part, and all parts are gathered.
+        # The network's weights, if an update writes them besides the optimizer's; and whether it writes all of them:
+        # with several ranks, each updates a part, and the parts are gathered.
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
         self._updates_network = False
         trained = [parameter for group in self.groups() for parameter in group]
@@ -66,31 +65,31 @@ class OwningView(GradientOwner, OptimizerView):
             averaging = dataclasses.replace(averaging, experts=experts, is_expert=is_expert)
         GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained)
         engine.clip_fp32_gradients = lambda: None
-        engine.zero_grad = self._wrapper.zero_grad = lambda *_, **__: None  # all are freed when they are taken
-        engine.set_gradient_accumulation_boundary(True)  # every call of its `step` is to update
+        engine.zero_grad = self._wrapper.zero_grad = lambda *_, **__: None  # accumulation frees all gradients
+        engine.set_gradient_accumulation_boundary(True)  # every call of its `step` updates
 
     @abstractmethod
     def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
-        """Where gradients are added up."""
+        """Builds the accumulator of gradients."""
 
     @property
     def can_skip(self) -> bool:
-        """Whether the optimizer can, and is where the gradients are."""
+        """True if the optimizer supports it and is on the device of the gradients."""
         return can_skip(self.optimizer) and all(master.device == self._device for master in self.masters())
 
-    def figures(
+    def gradient_stats(
         self, layers: Sequence[str], measures: Collection[str], trained: Sequence[nn.Parameter], mesh: ParallelMesh
-    ) -> GradientFigures | None:
+    ) -> GradientStats | None:
         matrices = (each for each in trained if is_measured(each) and has_whole_gradient(each))
-        return GradientFigures(layers, measures, self._sum, matrices, mesh) if measures else None
+        return GradientStats(layers, measures, self._sum, matrices, mesh) if measures else None
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """The sums, what backward left, and what the optimizer reads."""
+        """Accumulated gradients, `.grad`, and the optimizer's gradients."""
         yield from self.sums()
         yield from tensors_in([master.grad for master in self.masters()])
 
     def guard(self, gate: UpdateGate) -> None:
-        """Leaves every update to a gate, which clips as well and tells the loss scale of overflows in fp16."""
+        """Replaces the step of DeepSpeed's optimizer: the gate decides, and clipping and loss scaling are done here."""
 
         def step(*_: Any, **__: Any) -> None:
             norm = self.measure(self._scale)
@@ -115,7 +114,7 @@ class OwningView(GradientOwner, OptimizerView):
 
 
 class DirectView(OwningView):
-    """ZeRO 0: DeepSpeed hands the torch optimizer back."""
+    """ZeRO 0: DeepSpeed returns the torch optimizer."""
 
     is_direct = True
 
@@ -126,17 +125,16 @@ class DirectView(OwningView):
         return [group["params"] for group in self.optimizer.param_groups]
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice:
-        """All of it."""
         return MasterSlice(0, parameter.data.view(-1), parameter, 0)
 
     def refresh_weights(self) -> None:
-        """Nothing to do: the weights are those that the optimizer updates."""
+        """Does nothing: the optimizer updates the network's own weights."""
 
 
 class PartitionedView(OwningView):
     """ZeRO 1 and 2 (`runtime/zero/stage_1_and_2.py`): each rank has one flat fp32 partition of each group.
 
-    The base optimizer's state is read directly: DeepSpeed links fragments of it for the first group only.
+    Reads the torch optimizer's state directly: DeepSpeed links its fragments only for the first group.
     """
 
     _GROUPS, _FLAT = "bit16_groups", "bit16_groups_flat"
@@ -166,8 +164,10 @@ class PartitionedView(OwningView):
         return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
 
     def _update_in_place(self, groups: Sequence[FlatGroup], averaging: Averaging) -> bool:
-        """Has the optimizer update this rank's part of the network's own weights instead of DeepSpeed's copy of it, if
-        they are float32 and the copy is not in the memory of the host; returns whether they are.
+        """Makes the optimizer update this rank's part of the network's weights in place of DeepSpeed's copy.
+
+        Returns:
+            False if the weights are not float32, or the copy is in host memory.
         """
         ranks = [averaging.of(group.parameters[0]).axis.rank for group in groups]
         partitions = zip(self._wrapper.parallel_partitioned_bit16_groups, ranks, strict=True)
@@ -177,13 +177,13 @@ class PartitionedView(OwningView):
         for master, part, group in zip(masters, parts, groups, strict=True):
             master.data = part.data
             for mapping in (getattr(parameter, "_hp_mapping", None) for parameter in group.parameters):
-                if mapping is not None:  # which would keep the copy's memory
+                if mapping is not None:  # it holds a reference to the copy
                     address = mapping.hp_fragment_address
                     mapping.hp_fragment = part.data.narrow(0, address.start, address.numel)
         return True
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
-        """Where `utils/mixed_precision_linkage.py` has noted that it lies."""
+        # recorded by DeepSpeed's `utils/mixed_precision_linkage.py`
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
@@ -194,7 +194,7 @@ class PartitionedView(OwningView):
 
 
 class AccumulatedView(PartitionedView):
-    """ZeRO 1 in bf16 with accumulation in fp32 (`runtime/bf16_optimizer.py`), in the buffers that DeepSpeed has."""
+    """ZeRO 1 in bf16 with accumulation in fp32, in DeepSpeed's buffers (`runtime/bf16_optimizer.py`)."""
 
     _GROUPS, _FLAT = "bf16_groups", "bf16_groups_flat"
 
@@ -207,23 +207,20 @@ class AccumulatedView(PartitionedView):
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
-        # Hooks free one gradient before the next is there.
+        # Hooks free each gradient before the next one is computed.
         takes_unflattened = is_alone and isinstance(self.optimizer, AdamW) and not self.takes_by_hooks
         how = (groups, is_measured, averaging, self._implementation)
         return MainGradients(wrapper.fp32_groups_gradients_flat, *how, takes_unflattened=takes_unflattened)
 
 
 class SubGroupView(OptimizerView):
-    """ZeRO 3 (`runtime/zero/stage3.py`): parameters are split into equal, padded parts.
-
-    Sub-groups hold these in fp32.
-    """
+    """ZeRO 3 (`runtime/zero/stage3.py`): parameters are split into equal, padded parts, held in fp32 by sub-groups."""
 
     takes_by_hooks = True
     _GROUPS = "fp16_groups"
 
     def masters(self) -> Sequence[torch.Tensor]:
-        """The flat tensor of each sub-group; they are in the torch optimizer only while it updates them."""
+        """The flat tensor of each sub-group; the torch optimizer has each only while updating it."""
         return self._wrapper.fp32_partitioned_groups_flat  # type: ignore[no-any-return]
 
     def slice_of(self, parameter: nn.Parameter) -> MasterSlice | None:
@@ -238,32 +235,29 @@ class SubGroupView(OptimizerView):
         return tensors_in(self._wrapper.averaged_gradients)
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """These, the buffer in which DeepSpeed adds them up, and what backward left."""
+        """Averaged gradients, DeepSpeed's accumulation buffer, and `.grad`."""
         yield from self.reduced_gradients()
         yield from tensors_in(self._wrapper.grad_partitions_flat_buffer)
         for group in (*self.groups(), self.masters()):
             yield from tensors_in([tensor.grad for tensor in group])
 
     def guard(self, gate: UpdateGate) -> None:
-        """Stands between DeepSpeed's optimizer and torch's.
+        """Has the gate decide between DeepSpeed's optimizer and torch's.
 
-        A rank whose optimizer dropped an update that others make joins them in gathering the weights that each has
-        updated.
+        A rank whose DeepSpeed optimizer skipped an update that others apply takes part in gathering their weights.
         """
         update, step = self.optimizer.step, self._wrapper.step
 
         def settled_step(*arguments: Any, **options: Any) -> None:
             step(*arguments, **options)
-            if gate.is_left_behind():
+            if gate.missed_update():
                 self.refresh_weights()
 
         self.optimizer.step = lambda *_: update() if gate.may_update() else None  # type: ignore[method-assign, assignment]
         self._wrapper.step = settled_step
 
     def refresh_weights(self) -> None:
-        """Copies the fp32 parts into the network's partitions and into the persistent parameters, which every rank
-        keeps whole.
-        """
+        """Copies the fp32 parts to the network's partitions, and gathers persistent parameters, which stay whole."""
         for flat, parameters in zip(self.masters(), self.groups(), strict=True):
             for parameter in parameters:
                 _, offset, length = self._wrapper.grad_position[self._wrapper.get_param_id(parameter)]
@@ -275,7 +269,7 @@ class SubGroupView(OptimizerView):
 
 
 def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, norm_limit: float) -> OptimizerView:
-    """The view of a DeepSpeed engine's optimizer; see `Clipping` for the limit."""
+    """The view of a DeepSpeed engine's optimizer; see `Clipping` for `norm_limit`."""
     clipping = Clipping(norm_limit, mesh.model, mesh.device, mesh.kernels.optimizer)
     if zero_stage == 0:
         return DirectView(engine, mesh, clipping)

@@ -1,4 +1,4 @@
-"""Parameters: what ZeRO-3 leaves of them on a rank (`runtime/zero/partition_parameters.py`), and marks for norms."""
+"""Parameters under ZeRO-3 (`runtime/zero/partition_parameters.py`), and their marks for norms."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
-is_measured = attrgetter("tensor_model_parallel")  # what `mark_parameter` has said
+is_measured = attrgetter("tensor_model_parallel")  # set by `mark_parameter`
 
 
 def partition_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """What ZeRO-3 leaves of a parameter on this rank, padding included; None if it does not divide it.
+    """This rank's ZeRO-3 partition of a parameter, padding included; None if it is not partitioned.
 
     Shapes: result `[n]`.
     """
@@ -21,16 +21,16 @@ def partition_of(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def is_whole(parameter: nn.Parameter) -> bool:
-    """Whether all elements of a parameter are on this rank: ZeRO-3 does not divide it, or has gathered it."""
+    """Returns True if all elements of a parameter are on this rank: not partitioned by ZeRO-3, or gathered."""
     return getattr(parameter, "ds_status", None) in (None, ZeroParamStatus.AVAILABLE)
 
 
 def whole_numel(parameter: nn.Parameter) -> int:
-    """Elements of a parameter, whether or not ZeRO-3 divides it."""
+    """Number of elements of a parameter before partitioning."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def mark_parameter(parameter: nn.Parameter, *, is_counted: bool, is_tied_copy: bool = False) -> None:
-    """Says whether this rank counts a parameter in the gradient norm, and whether another stage owns it."""
+    """Marks whether this rank counts a parameter in the gradient norm, and whether another stage owns it."""
     parameter.tensor_model_parallel = is_counted  # type: ignore[attr-defined]
     parameter.ds_pipe_replicated = is_tied_copy  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A stage for DeepSpeed's pipeline engine, and the instructions of its schedule."""
+"""A stage for DeepSpeed's pipeline engine, and hooks into that engine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from megatron.parallel.mesh import ParallelMesh
 
 
 class BuiltStage(PipelineModule):
-    """A `PipelineModule` of one stage whose layers, grid and process groups exist already.
-
-    The base class's constructor would build them. It is therefore not called, and what the pipeline engine reads is
-    set here (`runtime/pipe/engine.py`, `runtime/pipe/module.py`).
-    """
+    """A `PipelineModule` of one stage with existing layers, grid and process groups."""
 
     def __init__(self, mesh: ParallelMesh, loss: Callable[..., torch.Tensor]) -> None:
+        # The base class's constructor would build its own. Instead, set all that the pipeline engine reads
+        # (`runtime/pipe/engine.py`, `runtime/pipe/module.py`).
         nn.Module.__init__(self)
         self._grid = PipelineGrid(mesh)
         self.loss_fn = loss
@@ -32,25 +30,25 @@ class BuiltStage(PipelineModule):
         self.dynamic_shape = False
 
     def get_additional_losses(self) -> None:
-        """None: the engine collects metrics itself."""
+        """Returns None: metrics are collected elsewhere."""
 
 
 def call_before_instructions(engine: Any, call: Callable[[type], None]) -> None:
-    """Makes one pipeline engine call a function with the class of each instruction of its schedule, before it."""
+    """Makes a pipeline engine call a function before each instruction, with the instruction's class."""
 
-    def announced(kind: type, execute: Callable[..., None]) -> Callable[..., None]:
+    def with_call(kind: type, execute: Callable[..., None]) -> Callable[..., None]:
         def run(itself: Any, **arguments: Any) -> None:
             call(kind)
             execute(itself, **arguments)
 
         return run
 
-    engine._INSTRUCTION_MAP = {kind: announced(kind, execute) for kind, execute in engine._INSTRUCTION_MAP.items()}
+    engine._INSTRUCTION_MAP = {kind: with_call(kind, execute) for kind, execute in engine._INSTRUCTION_MAP.items()}
 
 
 def reduce_in(engine: Any, view: OwningView) -> None:
-    """Makes one pipeline engine average gradients in a view, and, where that has flat ones, add them up there: as it
-    does with DeepSpeed's optimizer for bf16.
+    """Makes a pipeline engine average gradients by a view, and accumulate them there if the view has flat buffers, as
+    the engine does with DeepSpeed's bf16 optimizer.
     """
     wrapper = engine.optimizer
     engine.buffered_allreduce_fallback = lambda *_, **__: view.reduce()
@@ -62,5 +60,5 @@ def reduce_in(engine: Any, view: OwningView) -> None:
 
 
 def set_loss_scale(engine: Any, scale: float) -> None:
-    """Sets what a pipeline engine multiplies the loss by, in fp16: the scale of DeepSpeed's optimizer."""
+    """Sets the loss scale of a pipeline engine in fp16."""
     engine.optimizer.loss_scaler.cur_scale = scale

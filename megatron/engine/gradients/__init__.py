@@ -1,4 +1,4 @@
-"""What becomes of the gradients of a step: summed over its micro-batches, measured and clipped, and used or not.
+"""The gradients of a step: accumulation over micro-batches, averaging, clipping, and the decision to update.
 
-The code here works on tensors and lists of them and knows no optimizer; `engine/deepspeed_internals/` connects it.
+Independent of the optimizer; `engine/deepspeed_internals/` connects it.
 """

@@ -1,4 +1,4 @@
-"""How gradients are averaged over the ranks that computed them on different samples."""
+"""Averaging of gradients over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from megatron.parallel.messages import all_reduce_sum, reduce_scatter_sum
 
 @dataclass(frozen=True)
 class Averaging:
-    """The mean over data-parallel ranks, as DeepSpeed's settings ask for it.
+    """The mean over data-parallel ranks, with DeepSpeed's settings.
 
-    Sums are divided before ranks add them, so that they do not overflow in fp16, unless `gradient_predivide_factor`
-    divides the work between before and after.
+    Gradients are divided before ranks sum them, so that they do not overflow in fp16; `gradient_predivide_factor`
+    splits the division.
 
     Attributes:
-        axis: the ranks.
-        dtype: in which gradients are sent (`communication_data_type`).
-        predivide_factor: what they are divided by before they are sent; None for the number of ranks.
-        copies: over how many ranks the mean is taken, if not those of the axis: each of them may have the gradients of
-            the tokens of several ranks.
-        experts: how parameters of experts are averaged, if not like the others.
-        is_expert: which parameters these are.
+        axis: the ranks that sum.
+        dtype: of the messages (`communication_data_type`).
+        predivide_factor: the divisor before the sum; None for the whole divisor.
+        copies: the whole divisor, if not the size of the axis: the gradients of one expert rank are from the tokens of
+            several ranks.
+        experts: the averaging of expert parameters, if different.
+        is_expert: returns True for expert parameters.
     """
 
     axis: Axis
@@ -40,7 +40,7 @@ class Averaging:
         return self.experts if self.experts is not None and self.is_expert(parameter) else self
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:
-        """The mean over ranks, in the dtype in which it was sent; overwrites the gradients, or not; collective.
+        """Returns the mean over ranks, in the dtype of the messages; may overwrite the gradients; collective.
 
         Shapes: `[n]`, also the result.
         """
@@ -48,12 +48,10 @@ class Averaging:
             return gradients
         return self._received(all_reduce_sum(self._to_send(gradients), self.axis))
 
-    def average_own_part(self, gradients: torch.Tensor) -> None:
-        """Averages in place what falls to this rank if the ranks divide the gradients; collective.
+    def average_local_part(self, gradients: torch.Tensor) -> None:
+        """Averages this rank's part of the gradients in place; the other parts become undefined; collective.
 
-        The rest is not defined afterwards.
-
-        Shapes: `[n]` with `n` a multiple of the ranks.
+        Shapes: `[n]` with `n` a multiple of the number of ranks.
         """
         if not self._is_alone:
             part = self._received(reduce_scatter_sum(self._to_send(gradients), self.axis))

@@ -1,4 +1,4 @@
-"""The gradient norm of the whole network, and the factor that limits it, without waiting for the device."""
+"""The global gradient norm and the clipping factor, without synchronization with the host."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _EPSILON = 1.0e-6  # as torch.nn.utils.clip_grad_norm_
 
 @dataclass(frozen=True)
 class Clipping:
-    """How gradients are measured and limited.
+    """Measures and clips gradients.
 
     Attributes:
         limit: the norm above which gradients are scaled down; 0 for no limit.
-        model: the ranks that hold one copy of the network, each of which measures its own part.
-        device: where gradients are.
+        model: the ranks that hold one copy of the network; each measures its part.
+        device: of the gradients.
         implementation: of the norm.
     """
 
@@ -44,7 +44,7 @@ class Clipping:
         """The global 2-norm; collective over the ranks of a copy, and of `divided_over`.
 
         Args:
-            gradients: what this rank counts; there may be none.
+            gradients: the gradients that this rank counts; may be empty.
             divided_over: the data-parallel ranks, if each counts a part of the gradients.
 
         Shapes: result `[]` float64.
@@ -53,18 +53,17 @@ class Clipping:
             square = multi_tensor.square_sum(gradients, implementation=self.implementation)
         else:
             square = torch.zeros((), dtype=torch.float64, device=self.device)
-        square = square.to(self.device)  # from the host, if it has the gradients
+        square = square.to(self.device)  # offloaded gradients are in host memory
         if divided_over is not None:
             all_reduce_sum(square, divided_over)
         return all_reduce_sum(square, self.model).sqrt()
 
     def factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """What the gradients are multiplied by, at most 1; None without a limit.
-
-        It is finite also if the norm is not, so that zeros between gradients, such as padding, stay zero.
+        """The factor of the gradients, at most 1; None without a limit.
 
         Shapes: result `[]` float32.
         """
         if self.limit <= 0.0:
             return None
+        # Finite even if the norm is not, so that padding between gradients stays zero.
         return torch.fmin(self._limit / (norm + _EPSILON), self._one).to(torch.float32)

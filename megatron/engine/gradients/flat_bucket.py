@@ -1,4 +1,4 @@
-"""A flat tensor in which others are sent, without a call for each of them."""
+"""A flat tensor for sending many tensors in one message."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 
 
 class FlatBucket:
-    """Room for tensors side by side, whose views are made once; it has memory only while it is open.
+    """A buffer for contiguous copies of tensors, with permanent views; it has memory only while it is open.
 
     Args:
-        like: tensors of the shapes, on the device, and of the dtype unless another is given.
+        like: tensors with the shapes and the device of the views.
+        dtype: of the buffer; that of `like` by default.
 
     Attributes:
-        flat: all of it. `[n]`
-        views: the place of each tensor, in its shape.
+        flat: the buffer. `[n]`
+        views: a view for each tensor, in its shape.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
@@ -27,20 +28,20 @@ class FlatBucket:
         self.close()
 
     def open(self) -> torch.Tensor:
-        """Takes memory; the values are not defined."""
+        """Allocates the memory; the values are undefined."""
         if not self.is_open:
             self.flat.untyped_storage().resize_(self._bytes)
             self.is_open = True
         return self.flat
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Takes memory and copies tensors into it."""
+        """Allocates the memory and copies tensors into it."""
         self.open()
         torch._foreach_copy_(self.views, list(tensors))
         return self.flat
 
     def close(self) -> None:
-        """Frees the memory; nobody may use the views until it is opened again."""
+        """Frees the memory; the views must not be used until it is opened again."""
         if self.is_open:
             self.flat.untyped_storage().resize_(0)
             self.is_open = False

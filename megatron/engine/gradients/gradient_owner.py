@@ -1,4 +1,4 @@
-"""The step's own gradients, from the end of a backward pass to the update."""
+"""The gradients of a step, from the end of a backward pass to the update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_sum import GradientSum, Look, Partial, Tied
+from megatron.engine.gradients.gradient_sum import BucketHook, GradientSum, Partial, Tied
 from megatron.engine.gradients.loss_scale import LossScale
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.kernels.optimizer import update
@@ -17,7 +17,7 @@ from megatron.parallel.tensor.weight_gradients import AddProduct
 
 
 class GradientOwner:
-    """What an optimizer of ZeRO 0, 1 or 2 offers to whoever runs the backward passes, which are torch's own.
+    """Accumulates, reduces, clips and applies the gradients of ordinary backward passes with ZeRO 0, 1 or 2.
 
     A step is
 
@@ -26,13 +26,13 @@ class GradientOwner:
         owner.reduce()                   once: over data-parallel ranks, then over the ranks that hold tied weights
         deepspeed.step()                 once: measures, clips and updates
 
-    Nothing is divided by the number of micro-batches: the loss is to be, and multiplied by the loss scale in fp16.
-    `reduce` takes the mean over data-parallel ranks.
+    `reduce` takes the mean over data-parallel ranks, but does not divide by the number of micro-batches: the loss must
+    be divided by it, and multiplied by the loss scale in fp16.
 
     Args:
-        gradients: where gradients are added up.
-        clipping: how they are measured and limited.
-        trained: all parameters that have them.
+        gradients: accumulates gradients.
+        clipping: measures and clips them.
+        trained: all trained parameters.
     """
 
     def __init__(self, gradients: GradientSum, clipping: Clipping, trained: Sequence[nn.Parameter]) -> None:
@@ -43,46 +43,46 @@ class GradientOwner:
         self._tied: Tied = ()
 
     def begin(self, passes: int) -> None:
-        """Announces the number of backward passes of a step: the gradients of a single one need no sum."""
+        """Announces the number of backward passes of a step: with one, gradients need no accumulation."""
         self._sum.begin(passes)
 
     def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
 
-        With ZeRO 2 it is collective over data-parallel ranks, which call it for the same parameters in the same order.
+        With ZeRO 2, collective over data-parallel ranks, with the same parameters in the same order.
 
         Args:
-            parameters: those whose gradients are complete, frozen ones excluded; all by default.
+            parameters: trained parameters whose gradients are complete; all by default.
         """
         self._sum.add(self._trained if parameters is None else parameters)
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        """See `GradientSum.product_adder`; `accumulate` does not find what was added so."""
+        """See `GradientSum.product_adder`; it leaves no gradient for `accumulate`."""
         return self._sum.product_adder(dtype)
 
     def sum_over_ranks(self, partial: Partial, tied: Tied) -> None:
-        """Has `reduce` sum more than averages, before the first step.
+        """Sets further sums for `reduce`, before the first step.
 
         Args:
-            partial: parameters of which the ranks of an axis have the gradients of different tokens, which are summed
-                in one message for each axis.
-            tied: weights that other stages also hold, each with the axis of the ranks that do.
+            partial: parameters whose gradients on the ranks of an axis are from different tokens; summed in one message
+                per axis.
+            tied: weights that other stages also hold, each with the axis of these stages.
         """
         self._partial, self._tied = partial, tied
         for _, parameters in partial:
             self._sum.keep_whole(parameters)
 
     def reduce(self) -> None:
-        """Sums partial gradients over the ranks of their axis, averages everything over data-parallel ranks, and sums
-        tied weights over the ranks that hold them; once a step, after the last `accumulate`; collective.
+        """Sums partial gradients over their axis, averages all over data-parallel ranks, and sums tied weights over
+        their stages; once a step, after the last `accumulate`; collective.
         """
-        self._sum.show()
+        self._sum.run_before_reduce()
         for axis, parameters in self._partial:
             self._sum.sum_over(axis, parameters)
         self._sum.reduce(self._tied)
 
     def measure(self, loss_scale: LossScale | None = None) -> torch.Tensor:
-        """The global norm of what was reduced, without the loss scale; collective.
+        """The global norm of the reduced gradients, without the loss scale; collective.
 
         Shapes: result `[]` float64.
         """
@@ -97,15 +97,12 @@ class GradientOwner:
         copies: Sequence[Sequence[torch.Tensor]],
         loss_scale: LossScale | None = None,
     ) -> bool:
-        """Clips and has the optimizer update through a gate, see `UpdateGate.update`; collective.
-
-        An optimizer that is offloaded has memory of its own for the gradients.
-        """
+        """Clips, and updates if the gate allows it, see `UpdateGate.update`; collective."""
         masters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         unflattened = self._sum.unflattened
         for master, part in zip(masters, () if unflattened else self._sum.parts, strict=False):
             if master.grad is None:
-                master.grad = part.to(master)
+                master.grad = part.to(master)  # a copy in host memory, if the optimizer is offloaded
             elif master.grad is not part:
                 master.grad.copy_(part)
         factor = self._clipping.factor(norm)
@@ -116,15 +113,15 @@ class GradientOwner:
             partial(update, optimizer, gradient_factor=factor, copies=copies, unflattened=unflattened), loss_scale
         )
 
-    def look_at_own(self, look: Look) -> None:
-        """Has a function see this rank's gradients of the next step, bucket by bucket, before ranks sum them."""
-        self._sum.look = look
+    def set_before_reduce(self, hook: BucketHook) -> None:
+        """Sets a hook on this rank's gradients of the next step, bucket by bucket, before the sum over ranks."""
+        self._sum.before_reduce = hook
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
-        """What this rank updates with, averaged over the data-parallel ranks, between `reduce` and the update."""
+        """The averaged gradients that this rank updates with, between `reduce` and the update."""
         return iter(self._sum.parts or self._sum.buffers)
 
     def sums(self) -> Iterator[torch.Tensor]:
-        """All that is held of gradients, parameters' included; some of the tensors show the same memory."""
+        """All tensors with gradients, `.grad` included; some share memory."""
         yield from (*self._sum.parts, *self._sum.buffers)
         yield from (parameter.grad for parameter in self._trained if parameter.grad is not None)

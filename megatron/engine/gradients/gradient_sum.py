@@ -1,6 +1,4 @@
-"""The sum of the gradients of a step: what every way to hold it offers, and the one that leaves it where autograd has
-it.
-"""
+"""Accumulation of the gradients of a step: the interface, the accumulator in `.grad`, and the base of flat ones."""
 
 from __future__ import annotations
 
@@ -20,15 +18,18 @@ from megatron.parallel.shard_spec import shard_spec_of
 from megatron.parallel.tensor.weight_gradients import AddProduct
 
 Tied = Sequence[tuple[nn.Parameter, Axis]]
-Look = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
+BucketHook = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
-# What is averaged at once where gradients do not lie in one buffer, in elements.
-_BUCKET_ELEMENTS = 500_000_000
+_BUCKET_ELEMENTS = 500_000_000  # averaged in one message, if gradients are not in one buffer
 
 
 class FlatGroup(NamedTuple):
-    """Parameters that lie in one flat buffer, in their order there, each with its first element; and the buffer's
-    elements, padding included.
+    """Parameters in a flat buffer.
+
+    Attributes:
+        parameters: in the order of the buffer.
+        starts: the offset of each parameter.
+        length: elements of the buffer, padding included.
     """
 
     parameters: tuple[nn.Parameter, ...]
@@ -38,49 +39,52 @@ class FlatGroup(NamedTuple):
     @classmethod
     def of(cls, parameters: Iterable[nn.Parameter], weights: torch.Tensor) -> FlatGroup:
         """The group of parameters whose weights are views into a flat tensor."""
-        begin, size = weights.data_ptr(), weights.element_size()
-        placed = sorted((((each.data_ptr() - begin) // size, each) for each in parameters), key=lambda place: place[0])
+        address, size = weights.data_ptr(), weights.element_size()
+        placed = sorted(
+            (((each.data_ptr() - address) // size, each) for each in parameters), key=lambda entry: entry[0]
+        )
         return cls(tuple(each for _, each in placed), tuple(start for start, _ in placed), len(weights))
 
     @property
     def is_dense(self) -> bool:
-        """True if no parameter begins behind a gap: padding is at the end."""
+        """True if all padding is at the end."""
         sizes = [parameter.numel() for parameter in self.parameters]
         return list(self.starts) == [sum(sizes[:number]) for number in range(len(sizes))]
 
     def counted(self, is_counted: Callable[[nn.Parameter], bool], first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The ranges of counted elements between two elements of the buffer; adjacent ones are joined."""
-        begin = until = first
+        """The ranges of counted elements between two offsets of the buffer; adjacent ranges are joined."""
+        range_start = range_end = first
         for parameter, start in zip(self.parameters, self.starts, strict=True):
             if not is_counted(parameter):
                 continue
-            if start != until and start > first:
-                if until > begin:
-                    yield begin, until
-                begin = min(max(start, first), end)
-            until = min(max(start + parameter.numel(), first), end)
-        if until > begin:
-            yield begin, until
+            if start != range_end and start > first:
+                if range_end > range_start:
+                    yield range_start, range_end
+                range_start = min(max(start, first), end)
+            range_end = min(max(start + parameter.numel(), first), end)
+        if range_end > range_start:
+            yield range_start, range_end
 
 
 class GradientSum(ABC):
-    """The gradients of a step, added up over its backward passes in fp32 (or what `grad_accum_dtype` says).
+    """Accumulates the gradients of a step over its backward passes, in fp32 or `grad_accum_dtype`.
 
-    A backward pass leaves `.grad`; `add` takes it. Once all are over, `reduce` sums over ranks, and what is to be
-    updated is in `parts`. `clear` begins the next step.
+    A backward pass leaves `.grad`; `add` moves it to the sum. After the last one, `reduce` sums over ranks, and `parts`
+    has the gradients of the update. `clear` starts the next step.
 
     Args:
-        averaging: how data-parallel ranks average.
+        averaging: the averaging over data-parallel ranks.
 
     Attributes:
         divided_over: the ranks that hold different parts of the sum after `reduce`; None if each has all of it.
-        watcher: called with parameters whose gradients of a backward pass are complete, before they are taken.
-        look: called with the parameters of a bucket and this rank's gradients, before they are summed over ranks.
+        before_add: called with parameters whose gradients of a backward pass are complete, before `add` takes them.
+        before_reduce: called with the parameters of a bucket and this rank's gradients, before they are summed over
+            ranks.
     """
 
     divided_over: Axis | None = None
-    watcher: Callable[[Iterable[nn.Parameter]], None] | None = None
-    look: Look | None = None
+    before_add: Callable[[Iterable[nn.Parameter]], None] | None = None
+    before_reduce: BucketHook | None = None
     _members: Sequence[Sequence[nn.Parameter]] = ()  # of the buckets that are not summed before `reduce`
 
     def __init__(self, averaging: Averaging) -> None:
@@ -89,38 +93,37 @@ class GradientSum(ABC):
 
     @abstractmethod
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the gradients of these parameters, where they have one, and frees them."""
+        """Adds the gradients of these parameters, if they have one, and frees them."""
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        """Adds products that are gradients of trained parameters during a backward pass, in place of `.grad` and `add`;
-        None if this sum takes no products of matrices of a dtype, or if gradients are watched.
+        """A function that adds weight gradients to the sum by their matrix product, instead of `.grad` and `add`.
+
+        None if this is not supported for matrices of a dtype, or if `before_add` is set.
         """
         return None
 
     def begin(self, passes: int) -> None:  # noqa: B027  (most add up one pass like several)
-        """Announces, before a step's first `add`, the number of its backward passes."""
+        """Announces the number of backward passes of a step, before its first `add`."""
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027  (most keep all of them whole)
-        """Announces, before the first `add`, the parameters that `of` and `reduce` will be asked for."""
+        """Announces the parameters that `of` and `sum_over` will be called with, before the first `add`."""
 
     @abstractmethod
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The sum for a parameter on this rank, in the parameter's shape, zero if there is none; it may be changed in
-        place until `reduce`.
-        """
+        """The local sum of a parameter, in its shape, zero by default; may be changed in place until `reduce`."""
 
-    def show(self) -> None:
-        """Has `look` see what no rank has sent yet; before the first `sum_over`."""
-        if self.look is not None:
+    def run_before_reduce(self) -> None:
+        """Calls `before_reduce` for all buckets that have not been sent; before the first `sum_over`."""
+        if self.before_reduce is not None:
             for members in self._members:
-                self.look(members, [self.of(parameter) for parameter in members])
+                self.before_reduce(members, [self.of(parameter) for parameter in members])
 
     @torch.no_grad()
     def sum_over(self, axis: Axis, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums the sums of some parameters over the ranks of an axis, in one message; before `reduce`; collective."""
-        chosen = list(parameters)
-        sums = [self.of(parameter) for parameter in chosen]
-        key = tuple(map(id, chosen))
+        """Sums the gradients of some parameters over an axis, in one message; before `reduce`; collective."""
+        members = list(parameters)
+        sums = [self.of(parameter) for parameter in members]
+        key = tuple(map(id, members))
         if key not in self._summed:
             self._summed[key] = FlatBucket(sums)
         bucket = self._summed[key]
@@ -130,62 +133,55 @@ class GradientSum(ABC):
 
     @torch.no_grad()
     def reduce(self, tied: Tied = ()) -> None:
-        """Averages everything over data-parallel ranks, then sums tied weights over the ranks that hold them;
-        collective.
-
-        In this order the copies of a tied weight get the same bits: each of two ends adds the same two numbers, while
-        an average over more than two ranks depends on where a gradient lies in the messages of an end.
-        """
+        """Averages all gradients over data-parallel ranks, then sums tied weights over their stages; collective."""
+        # Only in this order do the copies of a tied weight get the same bits: both stages add the same two numbers,
+        # while an average over more than two ranks depends on the gradient's offset in the stage's messages.
         self._average()
         for parameter, axis in tied:
             part = self._part_of(parameter)
-            total = all_reduce_sum(part.to(parameter.device), axis)  # from the host, if it has the gradients
+            total = all_reduce_sum(part.to(parameter.device), axis)  # offloaded gradients are in host memory
             if total is not part:
                 part.copy_(total)
 
     @abstractmethod
     def _average(self) -> None:
-        """Averages over data-parallel ranks; nothing is added afterwards."""
+        """Averages over data-parallel ranks, after the last `add`."""
 
     @abstractmethod
     def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """What this rank has of the average of a tied weight; the same elements as the other ranks that hold it."""
+        """This rank's part of the average of a tied weight; the same elements on all stages that hold it."""
 
     @property
     @abstractmethod
     def parts(self) -> Sequence[torch.Tensor]:
-        """What this rank updates with, one flat tensor for each group; none if it is `.grad` of the parameters."""
+        """The gradients of this rank's update, one flat tensor per group; empty if they are in `.grad`."""
 
     @property
     def unflattened(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The gradient of each parameter of each group, for an update in place of `parts`; none if that uses
-        `parts`.
-        """
+        """The gradient of each parameter of each group, if the update uses these instead of `parts`; else empty."""
         return ()
 
     @property
     @abstractmethod
     def counted(self) -> Sequence[torch.Tensor]:
-        """What this rank counts in the gradient norm."""
+        """The gradients that this rank counts in the norm."""
 
     @abstractmethod
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The same by parameter, without the padding of the vocabulary."""
+        """The counted gradients by parameter, without vocabulary padding."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Begins the sum of the next step."""
+        """Resets the sum for the next step."""
 
     @property
     @abstractmethod
     def buffers(self) -> Sequence[torch.Tensor]:
-        """All that is held of the sum."""
+        """All memory of the sum."""
 
 
 def sum_in_backward(partial: Partial) -> None:
-    """Has every backward pass sum these gradients, one message for each, before any DeepSpeed hook sees them: where
-    DeepSpeed adds gradients up itself.
-    """
+    """Sums these gradients in every backward pass, one message for each, before DeepSpeed's hooks accumulate them."""
     for axis, parameters in partial:
         for parameter in parameters:
             parameter.register_hook(_summing_over(axis))
@@ -199,13 +195,13 @@ def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class GradientsInPlace(GradientSum):
-    """Autograd's own sums, for a network in fp32 whose weights are updated in place.
+    """Accumulation in `.grad` by autograd, for a network in fp32 whose weights are updated in place.
 
-    For a watcher, who is to see the gradients of a single pass, they are added up here, which takes their memory twice.
+    If `before_add` is set, which needs the gradients of each pass, they are accumulated here, with twice the memory.
 
     Args:
-        parameters: all that are trained.
-        is_counted: whether this rank counts a parameter in the gradient norm.
+        parameters: all trained parameters.
+        is_counted: returns True if this rank counts a parameter in the gradient norm.
     """
 
     def __init__(
@@ -214,35 +210,35 @@ class GradientsInPlace(GradientSum):
         super().__init__(averaging)
         self._parameters = list(parameters)
         self._members = [self._parameters]
-        self._taken: dict[int, torch.Tensor] = {}  # by the parameter's id
+        self._accumulated: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._buckets: list[tuple[Averaging, list[nn.Parameter], FlatBucket]] = []
         self._counted = [parameter for parameter in parameters if is_counted(parameter)]
-        if averaging.experts is not None:  # of which ranks hold different ones: the first that holds a copy counts it
+        if averaging.experts is not None:  # ranks hold different experts: the first with a copy counts it
             self.divided_over = averaging.axis
             self._counted = [each for each in self._counted if averaging.of(each).axis.rank == 0]
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing, unless there is a watcher: autograd adds to what is there."""
-        if self.watcher is None:
+        """Does nothing unless `before_add` is set: autograd accumulates."""
+        if self.before_add is None:
             return
-        fresh = [parameter for parameter in parameters if parameter.grad is not None]
-        self.watcher(fresh)
-        for parameter in fresh:
-            if id(parameter) in self._taken:
-                self._taken[id(parameter)].add_(parameter.grad)  # type: ignore[arg-type]
+        ready = [parameter for parameter in parameters if parameter.grad is not None]
+        self.before_add(ready)
+        for parameter in ready:
+            if id(parameter) in self._accumulated:
+                self._accumulated[id(parameter)].add_(parameter.grad)  # type: ignore[arg-type]
             else:
-                self._taken[id(parameter)] = parameter.grad  # type: ignore[assignment]
+                self._accumulated[id(parameter)] = parameter.grad  # type: ignore[assignment]
             parameter.grad = None
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        """From the second micro-batch on: the gradient of the first becomes the sum as it is."""
-        takes = self.watcher is None and all(can_add_product(parameter, dtype) for parameter in self._parameters)
+        # Takes effect from the second micro-batch on: the gradient of the first becomes the sum.
+        takes = self.before_add is None and all(can_add_product(parameter, dtype) for parameter in self._parameters)
         return _add_to_gradient if takes else None
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        if id(parameter) in self._taken:
-            parameter.grad = self._taken.pop(id(parameter))
+        if id(parameter) in self._accumulated:
+            parameter.grad = self._accumulated.pop(id(parameter))
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
@@ -250,7 +246,7 @@ class GradientsInPlace(GradientSum):
     @torch.no_grad()
     def _average(self) -> None:
         for parameter in self._parameters:
-            self.of(parameter)  # zero if it has none, so that every one is updated
+            self.of(parameter)  # creates missing gradients as zeros, so that all parameters are updated
         if self._averaging.axis.size == 1 and self._averaging.experts is None:
             return
         self._buckets = self._buckets or list(_in_buckets(self._parameters, self._averaging))
@@ -297,7 +293,7 @@ def _add_to_gradient(parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) 
 def _in_buckets(
     parameters: Sequence[nn.Parameter], averaging: Averaging
 ) -> Iterator[tuple[Averaging, list[nn.Parameter], FlatBucket]]:
-    """What is averaged in one message, with how and where."""
+    """The buckets that are averaged in one message each."""
     groups: dict[int, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(id(averaging.of(parameter)), []).append(parameter)
@@ -313,14 +309,13 @@ def _in_buckets(
 
 
 class FlatGradients(GradientSum):
-    """Sums in flat tensors, each data-parallel rank's part of which is what it updates with.
+    """Accumulation in flat tensors; each data-parallel rank updates with its part.
 
     Args:
         parts: this rank's part of each group, of equal length on all ranks.
-        groups: where the parameters lie in the whole; a tied weight is a group of its own, which its other ranks divide
-            alike.
-        is_counted: whether this rank counts a parameter in the gradient norm.
-        averaging: how data-parallel ranks average.
+        groups: the layout of the whole groups; a tied weight is a separate group, divided alike by its stages.
+        is_counted: returns True if this rank counts a parameter in the gradient norm.
+        averaging: the averaging over data-parallel ranks.
 
     Shapes: parts `[n]`.
     """
@@ -337,21 +332,21 @@ class FlatGradients(GradientSum):
         self._averagings = [averaging.of(group.parameters[0]) for group in groups]
         self._members = [group.parameters for group in groups]
         self._parts = list(parts)
-        self._alone = {id(group.parameters[0]): part for group, part in zip(groups, parts, strict=True)}
+        self._part_of_first = {id(group.parameters[0]): part for group, part in zip(groups, parts, strict=True)}
         self._counted: list[torch.Tensor] = []
         self._by_parameter: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for part, group, own in zip(parts, groups, self._averagings, strict=True):
-            begin = own.axis.rank * len(part)
-            ranges = group.counted(is_counted, begin, begin + len(part))
-            self._counted += [part[first - begin : end - begin] for first, end in ranges]
+        for part, group, group_averaging in zip(parts, groups, self._averagings, strict=True):
+            offset = group_averaging.axis.rank * len(part)  # of the part in the group
+            ranges = group.counted(is_counted, offset, offset + len(part))
+            self._counted += [part[first - offset : end - offset] for first, end in ranges]
             for parameter, start in zip(group.parameters, group.starts, strict=True):
                 end = start + shard_spec_of(parameter).box_numel if is_counted(parameter) else start
-                first, end = max(start - begin, 0), min(end - begin, len(part))
+                first, end = max(start - offset, 0), min(end - offset, len(part))
                 if first < end:
                     self._by_parameter.append((parameter, part[first:end]))
 
     def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self._alone[id(parameter)]
+        return self._part_of_first[id(parameter)]
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:

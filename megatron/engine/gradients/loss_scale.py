@@ -1,4 +1,4 @@
-"""The factor of the loss in fp16, which no step waits for."""
+"""The dynamic loss scale of fp16, kept on the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """When a loss scale changes.
+    """The rule by which a loss scale changes.
 
     Attributes:
         window: steps without an overflow after which it doubles.
         hysteresis: overflows after which it halves.
-        least: what it does not fall below.
-        refills: whether each step without an overflow restores the hysteresis, or only a doubling does.
+        least: its lower bound.
+        refills: each step without an overflow restores the hysteresis; otherwise only doubling does.
     """
 
     window: int
@@ -26,14 +26,13 @@ class ScaleRule:
 
 
 class LossScale:
-    """What the loss is multiplied by, so that small gradients do not vanish in fp16.
+    """The factor of the loss that keeps small gradients from underflowing in fp16.
 
-    The scale and its counters are on the device: the host needs to know neither whether a step overflowed nor the scale
-    of the next one.
+    The scale and its counters are on the device, so the host waits neither for overflows nor for the next scale.
 
     Args:
-        value: to begin with.
-        rule: when it changes; None for a scale that stays.
+        value: the initial scale.
+        rule: changes the scale; None for a fixed scale.
 
     Attributes:
         value: the scale, always in the same memory. Shapes: `[]` float32.
@@ -46,14 +45,14 @@ class LossScale:
         self._rule = rule
         self._steps = 0
         if rule is not None:
-            # good steps until it doubles, beginning with a full window, and overflows until it halves
+            # good steps until it doubles, starting with a full window, and overflows until it halves
             self._remaining = torch.full((), rule.window, dtype=torch.int64, device=device)
-            self._patience = torch.full((), rule.hysteresis, dtype=torch.int64, device=device)
+            self._hysteresis = torch.full((), rule.hysteresis, dtype=torch.int64, device=device)
             self._halved, self._kept = (torch.full((), factor, device=device) for factor in (0.5, 1.0))
             self._doubled = torch.full((), 2.0, device=device)
 
     def update(self, overflows: torch.Tensor) -> None:
-        """Ends a step, without waiting for it.
+        """Updates the scale after a step, without waiting for the device.
 
         Shapes: overflows `[]` bool.
         """
@@ -61,18 +60,18 @@ class LossScale:
         rule = self._rule
         if rule is None:
             return
-        halves, doubles = self._patience <= 1, self._remaining == 0
+        halves, doubles = self._hysteresis <= 1, self._remaining == 0
         factor = torch.where(
             overflows, torch.where(halves, self._halved, self._kept), torch.where(doubles, self._doubled, self._kept)
         )
         self.value.mul_(factor).clamp_(min=rule.least)
-        refilled = torch.full_like(self._patience, rule.hysteresis) if rule.refills else self._patience
+        refilled = torch.full_like(self._hysteresis, rule.hysteresis) if rule.refills else self._hysteresis
         refilled = refilled.masked_fill(doubles, rule.hysteresis)
-        self._patience.copy_(torch.where(overflows, (self._patience - 1).clamp(min=1), refilled))
+        self._hysteresis.copy_(torch.where(overflows, (self._hysteresis - 1).clamp(min=1), refilled))
         self._remaining.copy_(((self._remaining - 1) % rule.window).masked_fill(overflows, rule.window))
 
     def counters(self) -> dict[str, float]:
-        """What changes from step to step, by DeepSpeed's names, for a checkpoint; waits for the device."""
+        """The state for a checkpoint, by DeepSpeed's names; waits for the device."""
         if self._rule is None:
             return {"cur_scale": float(self.value)}
         since_overflow = self._rule.window - int(self._remaining)  # or since it last doubled
@@ -80,13 +79,11 @@ class LossScale:
             "cur_scale": float(self.value),
             "cur_iter": self._steps,
             "last_overflow_iter": self._steps - since_overflow - 1,
-            "cur_hysteresis": int(self._patience),
+            "cur_hysteresis": int(self._hysteresis),
         }
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Continues with what `counters` returned, or a scaler of DeepSpeed has; what is missing stays as it is, and so
-        does a scale without a rule.
-        """
+        """Restores the result of `counters`, or DeepSpeed's; keeps missing values, and a fixed scale."""
         if self._rule is None:
             return
         self.value.fill_(counters.get("cur_scale", float(self.value)))
@@ -94,4 +91,4 @@ class LossScale:
         if "last_overflow_iter" in counters:
             since_overflow = self._steps - int(counters["last_overflow_iter"]) - 1
             self._remaining.fill_(-since_overflow % self._rule.window if since_overflow else self._rule.window)
-        self._patience.fill_(int(counters.get("cur_hysteresis", int(self._patience))))
+        self._hysteresis.fill_(int(counters.get("cur_hysteresis", int(self._hysteresis))))

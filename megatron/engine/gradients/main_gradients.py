@@ -1,4 +1,4 @@
-"""The sum of the gradients in flat buffers that hold all of them, for ZeRO 1."""
+"""Accumulation of gradients in flat buffers of all of a rank's parameters, for ZeRO 1."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron.parallel.tensor.weight_gradients import AddProduct
 
 
 class MainGradients(FlatGradients):
-    """Flat buffers in which the gradients of a rank's parameters add up, one backward pass after the other.
+    """Accumulation in flat buffers of all of a rank's parameters.
 
-    A pass takes a fixed number of calls, however many parameters there are, and one launch; torch's addition of half
-    precision to fp32 takes one for each parameter.
+    A pass takes a fixed number of calls for any number of parameters, and one kernel launch; torch's addition of half
+    precision to fp32 launches one for each parameter.
 
-    The gradients of a step's only backward pass can stay where they are: copied to fp32, measured and read there, they
-    cost 10 bytes of memory traffic a parameter more.
+    If a step has a single backward pass, its gradients can stay in `.grad`: copying them to fp32, and measuring and
+    reading them there, costs 10 more bytes of memory traffic per parameter.
 
     Args:
-        buffers: one for each group, whose padding is zero.
-        groups: where the parameters lie in them.
-        is_counted: whether this rank counts a parameter in the gradient norm.
-        averaging: how data-parallel ranks average; each then holds its part of a buffer only.
+        buffers: one for each group, with zero padding.
+        groups: the layout of the buffers.
+        is_counted: returns True if this rank counts a parameter in the gradient norm.
+        averaging: the averaging over data-parallel ranks; afterwards each has only its part of a buffer.
         implementation: of the addition, for buffers in fp32.
-        takes_unflattened: whether the optimizer can update with the gradients of single parameters, in their own dtype;
+        takes_unflattened: the optimizer can update with the gradients of single parameters, in their own dtype; only
             for a rank that averages with no other.
     """
 
@@ -57,49 +57,47 @@ class MainGradients(FlatGradients):
         self._written: set[int] = set()
         self._groups, self._is_counted = groups, is_counted
         self._takes_unflattened = takes_unflattened and all(group.is_dense for group in groups)
-        self._is_only = False  # whether this step's gradients stay where its only backward pass leaves them
-        self._only: dict[int, torch.Tensor] = {}  # by the parameter's id
+        self._has_single_pass = False  # the gradients of this step stay where its single backward pass leaves them
+        self._unflattened: dict[int, torch.Tensor] = {}  # those gradients, by the parameter's id
         for buffer, group in zip(buffers, groups, strict=True):
             for parameter, start in zip(group.parameters, group.starts, strict=True):
                 self._views[id(parameter)] = buffer.narrow(0, start, parameter.numel()).view_as(parameter)
 
     def begin(self, passes: int) -> None:
-        self._is_only = self._takes_unflattened and passes == 1 and self.watcher is None
+        self._has_single_pass = self._takes_unflattened and passes == 1 and self.before_add is None
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Has all gradients copied to the buffers: these are changed there."""
-        self._takes_unflattened = False
+        self._takes_unflattened = False  # their sums are changed in the buffers
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes the gradients of a backward pass; a parameter without one has contributed nothing."""
-        if self.watcher is not None:
+        """Adds the gradients of a backward pass, and frees them."""
+        if self.before_add is not None:
             parameters = list(parameters)
-            self.watcher(parameters)
-        given = [parameter for parameter in parameters if parameter.grad is not None]
-        if self._is_only:
-            self._only.update(
-                (id(parameter), gradient) for parameter, gradient in zip(given, _gradients_of(given), strict=True)
+            self.before_add(parameters)
+        ready = [parameter for parameter in parameters if parameter.grad is not None]
+        if self._has_single_pass:
+            self._unflattened.update(
+                (id(parameter), gradient) for parameter, gradient in zip(ready, _gradients_of(ready), strict=True)
             )
-            for parameter in given:
+            for parameter in ready:
                 parameter.grad = None
             return
-        later = [parameter for parameter in given if id(parameter) in self._written] if self._written else []
-        first = [parameter for parameter in given if id(parameter) not in self._written] if later else given
+        later = [parameter for parameter in ready if id(parameter) in self._written] if self._written else []
+        first = [parameter for parameter in ready if id(parameter) not in self._written] if later else ready
         if first:
             torch._foreach_copy_(self._views_of(first), _gradients_of(first))
             self._written.update(map(id, first))
         multi_tensor.add_(self._views_of(later), _gradients_of(later), implementation=self._implementation)
-        for parameter in given:
+        for parameter in ready:
             parameter.grad = None
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        """The first product of a step is written over what is there."""
-        takes = self.watcher is None and all(can_add_product(buffer, dtype) for buffer in self._buffers)
+        takes = self.before_add is None and all(can_add_product(buffer, dtype) for buffer in self._buffers)
         return self._add_product if takes else None
 
     def _add_product(self, parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> bool:
-        if self._is_only:
+        if self._has_single_pass:
             return False
         add_product_(self._views[id(parameter)], a, b, replaces=id(parameter) not in self._written)
         self._written.add(id(parameter))
@@ -109,7 +107,7 @@ class MainGradients(FlatGradients):
         return [self._views[id(parameter)] for parameter in parameters]
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._copy_only()
+        self._copy_to_buffers()
         view = self._views[id(parameter)]
         if id(parameter) not in self._written:
             self._written.add(id(parameter))
@@ -117,11 +115,11 @@ class MainGradients(FlatGradients):
         return view
 
     def _average(self) -> None:
-        if self._is_only:
+        if self._has_single_pass:
             return
         self._zero_missing()
         for buffer, averaging in zip(self._buffers, self._averagings, strict=True):
-            averaging.average_own_part(buffer)
+            averaging.average_local_part(buffer)
 
     def _zero_missing(self) -> None:
         if not self._written:
@@ -131,24 +129,24 @@ class MainGradients(FlatGradients):
         self._written.update(self._views)
 
     @torch.no_grad()
-    def _copy_only(self) -> None:
-        """Copies gradients that stayed where they were to the buffers, for one who reads these."""
-        if self._is_only:
-            self._is_only = False
-            if self._only:
-                torch._foreach_copy_([self._views[key] for key in self._only], list(self._only.values()))
-            self._written.update(self._only)
-            self._only.clear()
+    def _copy_to_buffers(self) -> None:
+        """Copies the gradients of a single backward pass to the buffers."""
+        if self._has_single_pass:
+            self._has_single_pass = False
+            if self._unflattened:
+                torch._foreach_copy_([self._views[key] for key in self._unflattened], list(self._unflattened.values()))
+            self._written.update(self._unflattened)
+            self._unflattened.clear()
             self._zero_missing()
 
     @property
     def unflattened(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The gradients of a step's only backward pass, zero where it left none."""
-        if not self._is_only:
+        """The gradients of a single backward pass; zeros if it left none."""
+        if not self._has_single_pass:
             return ()
         return [
             [
-                torch.zeros_like(each) if id(each) not in self._only else self._only[id(each)]
+                torch.zeros_like(each) if id(each) not in self._unflattened else self._unflattened[id(each)]
                 for each in group.parameters
             ]
             for group in self._groups
@@ -156,31 +154,29 @@ class MainGradients(FlatGradients):
 
     @property
     def parts(self) -> Sequence[torch.Tensor]:
-        self._copy_only()
+        self._copy_to_buffers()
         return super().parts
 
     @property
     def counted(self) -> Sequence[torch.Tensor]:
-        """The counted elements of its parts, or of the gradients of a step's only backward pass."""
-        if not self._is_only:
+        """The counted elements of the parts, or the gradients of a single backward pass."""
+        if not self._has_single_pass:
             return super().counted
-        parameters = (each for group in self._groups for each in group.parameters if id(each) in self._only)
-        return [self._only[id(each)] for each in parameters if self._is_counted(each)]
+        parameters = (each for group in self._groups for each in group.parameters if id(each) in self._unflattened)
+        return [self._unflattened[id(each)] for each in parameters if self._is_counted(each)]
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        """The counted elements of each parameter, in the buffers, to which all gradients are copied from now on."""
-        self._copy_only()
-        self._takes_unflattened = False
+        self._copy_to_buffers()
+        self._takes_unflattened = False  # this needs the buffers in every step
         return super().by_parameter()
 
     def clear(self) -> None:
-        """The first gradient of each parameter will replace what is there."""
-        self._written.clear()
-        self._only.clear()
+        self._written.clear()  # the first gradient of each parameter will overwrite its view
+        self._unflattened.clear()
 
     @property
     def buffers(self) -> Sequence[torch.Tensor]:
-        return [*self._buffers, *self._only.values()]
+        return [*self._buffers, *self._unflattened.values()]
 
 
 def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The part of the gradients that a rank updates with, and no more, for ZeRO 2."""
+"""Accumulation of this rank's part of the gradients only, for ZeRO 2."""
 
 from __future__ import annotations
 
@@ -16,43 +16,44 @@ from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
 from megatron.kernels import multi_tensor
 
 
-class _Run(NamedTuple):
-    """Parameters that lie side by side in a group: which group, they, the first element of them there, and where they
-    are sent from.
-    """
+class _Bucket(NamedTuple):
+    """Adjacent parameters of a group, their offset in the group, and their send buffer."""
 
     group: int
     parameters: tuple[nn.Parameter, ...]
     first: int
-    bucket: FlatBucket
+    flat: FlatBucket
 
 
-class _Whole(NamedTuple):
-    """Sums that are kept whole until they are averaged alike, in their own dtype: the sums, and which ranges of them
-    this rank adds to which ranges of its parts.
+class _WholeSums(NamedTuple):
+    """Sums that are kept whole until `reduce`, with the same averaging in their own dtype.
+
+    Attributes:
+        ranges: the ranges of the sums that this rank updates.
+        targets: the corresponding ranges of its parts.
     """
 
     averaging: Averaging
     sums: FlatBucket
     ranges: list[torch.Tensor]
-    own: list[torch.Tensor]
+    targets: list[torch.Tensor]
 
 
 class PartitionGradients(FlatGradients):
-    """This rank's part of each group, to which every backward pass adds what ranks have averaged.
+    """This rank's part of each group; every backward pass adds gradients that are already averaged over ranks.
 
-    A pass is sent in buckets: parameters that lie side by side are copied into one tensor in the network's dtype, their
-    gradients are freed, ranks average the tensor, and each adds its own part of it. So between two passes a rank holds
-    its part only, and during one the gradients of that pass and a bucket.
+    Gradients are sent in buckets: adjacent ones are copied into one tensor in the network's dtype and freed, ranks
+    average the tensor, and each adds its part. Between passes a rank holds only its part, during a pass also the
+    gradients of that pass and a bucket.
 
-    Only gradients that are there are sent, so all ranks must compute those of the same parameters.
+    Missing gradients are not sent, so all ranks must compute gradients of the same parameters.
 
     Args:
         parts: one for each group, zero.
-        groups: where the parameters lie in them.
-        is_counted: whether this rank counts a parameter in the gradient norm.
-        averaging: how data-parallel ranks average.
-        bucket_elements: how many elements are sent at once (`reduce_bucket_size`), unless one parameter has more.
+        groups: the layout of the groups.
+        is_counted: returns True if this rank counts a parameter in the gradient norm.
+        averaging: the averaging over data-parallel ranks.
+        bucket_elements: maximum size of a bucket (`reduce_bucket_size`), unless one parameter is larger.
     """
 
     def __init__(
@@ -65,20 +66,20 @@ class PartitionGradients(FlatGradients):
     ) -> None:
         super().__init__(parts, groups, is_counted, averaging)
         self._bucket_elements, self._members = bucket_elements, ()
-        self._places = {
+        self._locations = {
             id(parameter): (number, start, parameter)
             for number, group in enumerate(groups)
             for parameter, start in zip(group.parameters, group.starts, strict=True)
         }
-        self._kept: dict[int, torch.Tensor | None] = {}  # by the id of a parameter that is kept whole, its sum
-        self._whole: list[_Whole] = []
-        self._runs: dict[tuple[int, ...], list[_Run]] = {}  # by the ids of parameters
-        self._missing: dict[int, set[int]] = {}  # of the bucket of a parameter, those that have no gradient yet
+        self._kept: dict[int, torch.Tensor | None] = {}  # the whole sums, by the parameter's id
+        self._whole: list[_WholeSums] = []
+        self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}  # by the ids of parameters
+        # By the id of a parameter, the ids in its bucket that have no gradient yet.
+        self._missing: dict[int, set[int]] = {}
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keeps the sums of parameters whole until `reduce`, so that `of` has them; before the first `add`."""
         self._kept.update(dict.fromkeys(map(id, parameters)))
-        self._members = [[self._places[key][2] for key in self._kept]]
+        self._members = [[self._locations[key][2] for key in self._kept]]
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -87,7 +88,7 @@ class PartitionGradients(FlatGradients):
         for parameter in parameters:
             if id(parameter) in self._missing:
                 self._missing[id(parameter)].add(id(parameter))
-            if parameter.grad is None:  # sent during the pass, or put off
+            if parameter.grad is None:  # sent during the pass, or deferred
                 continue
             if id(parameter) in self._kept:
                 sums.append(self.of(parameter))
@@ -96,67 +97,68 @@ class PartitionGradients(FlatGradients):
             else:
                 remaining.append(parameter)
         multi_tensor.add_(sums, gradients)
-        for run in self._runs_of(remaining):
-            self._send(run)
+        for bucket in self._buckets_of(remaining):
+            self._send(bucket)
 
     def add_during_backward(self) -> None:
-        """Sends a bucket as soon as a backward pass has all of its gradients, so that a rank never has all of a pass;
-        after `keep_whole`. All ranks must compute gradients in the same order.
+        """Sends each bucket as soon as its gradients are complete, so that a rank never holds all gradients of a pass.
+
+        Must be called after `keep_whole`. All ranks must compute gradients in the same order.
         """
-        parameters = [place[2] for key, place in self._places.items() if key not in self._kept]
-        for run in self._runs_of(parameters):
-            missing = set(map(id, run.parameters))
-            for parameter in run.parameters:
+        parameters = [location[2] for key, location in self._locations.items() if key not in self._kept]
+        for bucket in self._buckets_of(parameters):
+            missing = set(map(id, bucket.parameters))
+            for parameter in bucket.parameters:
                 self._missing[id(parameter)] = missing
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._arrived, run))
+                parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
 
     @torch.no_grad()
-    def _arrived(self, run: _Run, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # put off: torch calls the hook all the same
+    def _on_gradient(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
+        if parameter.grad is None:  # deferred: torch calls the hook all the same
             return
         missing = self._missing[id(parameter)]
         missing.discard(id(parameter))
         if not missing:
-            self._send(run)
+            self._send(bucket)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The whole sum of a parameter that `keep_whole` was called with.
+        """The whole local sum of a parameter.
 
         Raises:
-            ValueError: it was not.
+            ValueError: `keep_whole` was not called for it.
         """
         if id(parameter) not in self._kept:
             raise ValueError(
                 f"the gradient of a parameter of shape {list(parameter.shape)} is divided among ranks as soon as it is "
                 "added; call keep_whole for it before the first step"
             )
-        self._whole = self._whole or self._kept_whole()
+        self._whole = self._whole or self._whole_sums()
         for whole in self._whole:
             if not whole.sums.is_open:
                 whole.sums.open().zero_()
         return self._kept[id(parameter)]  # type: ignore[return-value]
 
-    def _kept_whole(self) -> list[_Whole]:
+    def _whole_sums(self) -> list[_WholeSums]:
         groups: dict[int, list[nn.Parameter]] = {}
         for key in self._kept:
-            number, _, parameter = self._places[key]
+            number, _, parameter = self._locations[key]
             groups.setdefault(id(self._averagings[number]), []).append(parameter)
         wholes = []
         for parameters in groups.values():
             bucket = FlatBucket(parameters, self._parts[0].dtype)
-            bucket.open().zero_()  # views can be made of memory only
-            ranges, own = [], []
+            bucket.open().zero_()  # only allocated memory can be sliced
+            ranges, targets = [], []
             averaging = dataclasses.replace(self._averaging.of(parameters[0]), dtype=bucket.flat.dtype)
             for parameter, view in zip(parameters, bucket.views, strict=True):
                 self._kept[id(parameter)] = view
-                number, start, _ = self._places[id(parameter)]
+                number, start, _ = self._locations[id(parameter)]
                 part = self._parts[number]
                 offset = start - averaging.axis.rank * len(part)  # of the parameter in the part
                 first, end = max(offset, 0), min(offset + parameter.numel(), len(part))
                 if first < end:
                     ranges.append(view.view(-1)[first - offset : end - offset])
-                    own.append(part[first:end])
-            wholes.append(_Whole(averaging, bucket, ranges, own))
+                    targets.append(part[first:end])
+            wholes.append(_WholeSums(averaging, bucket, ranges, targets))
         return wholes
 
     def _average(self) -> None:
@@ -165,49 +167,48 @@ class PartitionGradients(FlatGradients):
                 average = whole.averaging.average(whole.sums.flat)
                 if average is not whole.sums.flat:
                     whole.sums.flat.copy_(average)
-                _add(whole.own, whole.ranges)
+                _add(whole.targets, whole.ranges)
                 whole.sums.close()
 
-    def _runs_of(self, parameters: Sequence[nn.Parameter]) -> list[_Run]:
-        """The parameters in the order of the groups, in buckets of neighbours."""
+    def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
+        """Divides parameters into buckets of adjacent ones."""
         key = tuple(map(id, parameters))
-        if key not in self._runs:
-            self._runs[key] = list(self._neighbours(parameters))
-        return self._runs[key]
+        if key not in self._buckets:
+            self._buckets[key] = list(self._divided(parameters))
+        return self._buckets[key]
 
-    def _neighbours(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Run]:
-        run: list[nn.Parameter] = []
+    def _divided(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
+        members: list[nn.Parameter] = []
         group, first, end = -1, 0, 0
-        for number, start, parameter in sorted(
-            (self._places[id(each)] for each in parameters), key=lambda place: place[:2]
-        ):
+        locations = (self._locations[id(each)] for each in parameters)
+        for number, start, parameter in sorted(locations, key=lambda location: location[:2]):
             size = parameter.numel()
-            if run and (number != group or start != end or end + size - first > self._bucket_elements):
-                yield _Run(group, tuple(run), first, FlatBucket(run))
-                run = []
-            if not run:
+            if members and (number != group or start != end or end + size - first > self._bucket_elements):
+                yield _Bucket(group, tuple(members), first, FlatBucket(members))
+                members = []
+            if not members:
                 group, first = number, start
-            run.append(parameter)
+            members.append(parameter)
             end = start + size
-        if run:
-            yield _Run(group, tuple(run), first, FlatBucket(run))
+        if members:
+            yield _Bucket(group, tuple(members), first, FlatBucket(members))
 
-    def _send(self, run: _Run) -> None:
-        """Averages the gradients of a pass over the ranks and adds this rank's part of them."""
-        if self.watcher is not None:
-            self.watcher(run.parameters)
-        flat = run.bucket.fill([each.grad for each in run.parameters])  # type: ignore[misc]
-        if self.look is not None:
-            self.look(run.parameters, run.bucket.views)
-        for each in run.parameters:
+    def _send(self, bucket: _Bucket) -> None:
+        """Averages a bucket over the ranks and adds this rank's part."""
+        if self.before_add is not None:
+            self.before_add(bucket.parameters)
+        flat = bucket.flat.fill([each.grad for each in bucket.parameters])  # type: ignore[misc]
+        if self.before_reduce is not None:
+            self.before_reduce(bucket.parameters, bucket.flat.views)
+        for each in bucket.parameters:
             each.grad = None
-        averaging, part = self._averagings[run.group], self._parts[run.group]
+        averaging, part = self._averagings[bucket.group], self._parts[bucket.group]
         flat = averaging.average(flat)
-        offset = run.first - averaging.axis.rank * len(part)  # of the run in the part
+        offset = bucket.first - averaging.axis.rank * len(part)  # of the bucket in the part
         first, end = max(offset, 0), min(offset + len(flat), len(part))
         if first < end:
             _add([part[first:end]], [flat[first - offset : end - offset]])
-        run.bucket.close()
+        bucket.flat.close()
 
     def clear(self) -> None:
         torch._foreach_zero_(self._parts)
@@ -218,5 +219,5 @@ class PartitionGradients(FlatGradients):
 
 
 def _add(parts: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    """Adds values to parts, which are in the memory of the host if the optimizer is offloaded."""
+    """Adds values to parts, which are in host memory if the optimizer is offloaded."""
     multi_tensor.add_(parts, [value.to(part.device) for part, value in zip(parts, values, strict=True)])

@@ -1,13 +1,12 @@
-"""Decides before each optimizer update whether it is applied, on all ranks alike.
+"""Decides before each optimizer update whether to apply or skip it, on all ranks alike.
 
-A loss or gradient that is NaN or infinite would spoil weights and moments for good, and one far above the usual sets
-training back. Such a step is dropped as a whole: no weight, moment or count of Adam's changes. A step whose batch has
-no token that counts in the loss has no gradient to learn from, but Adam's moments and the weight decay would still
-change the weights: it is dropped as well, and is not a bad one. DeepSpeed drops some such steps itself, depending on
-the ZeRO stage, and one of its optimizers decides on the ranks of one data-parallel replica only; so the decision is
-taken here.
+A NaN or infinite loss or gradient would ruin weights and moments permanently, and a spike sets training back. Such bad
+steps are skipped as a whole: no weight, moment or step count changes. A step without counted tokens is skipped as well,
+because Adam's moments and weight decay would still change the weights, but it is not a bad step. DeepSpeed skips some
+steps itself, depending on the ZeRO stage, in one optimizer on the ranks of a single data-parallel replica only;
+therefore the decision is made here.
 
-Source: the idea of skipping steps by the spread of recent ones: allenai/OLMo-core, optim/skip_step_optimizer.py.
+Source: skipping steps by the deviation of recent ones is from allenai/OLMo-core, optim/skip_step_optimizer.py.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LEAST_STEPS = 32
 
 
 class UpdateDecision(Enum):
-    """What becomes of the update of a step."""
+    """The decision on the update of a step."""
 
     APPLIED = "applied"
     OVERFLOW = "a gradient overflowed in fp16, and the loss scale falls"
@@ -41,57 +40,57 @@ class UpdateDecision(Enum):
 
 @dataclass(frozen=True)
 class StepChecks:
-    """What is looked at in every step beside its loss and gradient norm.
+    """Checks of every step besides those of loss and gradient norm for finite values.
 
     Attributes:
-        skip_spikes: standard deviations above the recent mean from which a step is not applied; None for no limit.
-        measures: what is measured of gradients, see `GradientFigures`.
-        looks_at_own: whether each rank looks for NaN and infinity in its loss and gradients before they are summed over
-            ranks.
+        skip_spikes: standard deviations above the recent mean from which an update is skipped; None for no limit.
+        measures: the gradient statistics, see `GradientStats`.
+        locates_nonfinite: each rank checks its own loss and gradients for NaN and infinity before they are reduced.
     """
 
     skip_spikes: float | None = None
     measures: Collection[str] = ()
-    looks_at_own: bool = False
+    locates_nonfinite: bool = False
 
 
 NO_CHECKS = StepChecks()
 
 
 class RecentSteps:
-    """Loss and gradient norm of the latest steps that were applied."""
+    """Loss and gradient norm of the latest applied steps."""
 
     def __init__(self) -> None:
-        self._figures: dict[str, deque[float]] = {
-            name: deque(maxlen=WINDOW_STEPS) for name in ("loss", "gradient_norm")
-        }
+        self._values: dict[str, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in ("loss", "gradient_norm")}
 
     def add(self, loss: float, gradient_norm: float) -> None:
         """Adds a step."""
-        self._figures["loss"].append(loss)
-        self._figures["gradient_norm"].append(gradient_norm)
+        self._values["loss"].append(loss)
+        self._values["gradient_norm"].append(gradient_norm)
 
     def is_spike(self, loss: float, gradient_norm: float, deviations: float) -> bool:
-        """Whether one of the two is more than this many standard deviations above its mean; False with few steps."""
-        pairs = zip((loss, gradient_norm), self._figures.values(), strict=True)
-        return any(value > _limit(known, deviations) for value, known in pairs)
+        """Returns True if one of the two is more than `deviations` standard deviations above its mean.
+
+        Always False with less than `LEAST_STEPS` steps.
+        """
+        pairs = zip((loss, gradient_norm), self._values.values(), strict=True)
+        return any(value > _limit(recent, deviations) for value, recent in pairs)
 
     def to_json(self) -> dict[str, list[float]]:
         """The values by name, oldest first."""
-        return {name: list(values) for name, values in self._figures.items()}
+        return {name: list(values) for name, values in self._values.items()}
 
     def restore(self, stored: Mapping[str, Sequence[float]]) -> None:
-        """Continues with what `to_json` returned."""
-        for name, values in self._figures.items():
+        """Restores the result of `to_json`."""
+        for name, values in self._values.items():
             values.clear()
             values.extend(stored.get(name, ()))
 
 
 class StepVerdict:
-    """What became of the update of a step; the first read may wait for the device.
+    """The decision on the update of a step; the first read may wait for the device.
 
     Args:
-        settle: makes the gate give a verdict, and those before it, their values.
+        settle: has the gate settle this verdict and all earlier ones.
     """
 
     def __init__(self, settle: Callable[[StepVerdict], None]) -> None:
@@ -101,41 +100,41 @@ class StepVerdict:
 
     @property
     def decision(self) -> UpdateDecision | None:
-        """What was decided; None if nothing has been."""
+        """The decision; None before it is made."""
         if self._decision is None:
             self._settle(self)
         return self._decision
 
     @property
-    def is_dropped(self) -> bool:
+    def is_skipped(self) -> bool:
         return self.decision not in (None, UpdateDecision.APPLIED)
 
     @property
     def is_bad(self) -> bool:
-        """Whether it was dropped because of its loss or gradient."""
-        return self.is_dropped and self._decision not in (UpdateDecision.EMPTY, UpdateDecision.OVERFLOW)
+        """True if it was skipped because of its loss or gradient."""
+        return self.is_skipped and self._decision not in (UpdateDecision.EMPTY, UpdateDecision.OVERFLOW)
 
     @property
     def is_overflow(self) -> bool:
-        """Whether it was dropped because an fp16 gradient overflowed, which the loss scale is there to find out."""
+        """True if it was skipped because an fp16 gradient overflowed, a normal event of dynamic loss scaling."""
         return self.decision is UpdateDecision.OVERFLOW
 
     @property
-    def bad_in_a_row(self) -> int:
-        """How many steps in a row were dropped, this one included; 0 if it was not.
+    def consecutive_bad(self) -> int:
+        """Number of consecutive bad steps up to this one; 0 if it is not bad.
 
-        An overflow in fp16, and a step without a counted token, are not among them, and do not end the row either.
+        Overflows and steps without counted tokens are not counted, and do not end a streak.
         """
         return self._bad_steps if self.is_bad else 0
 
-    def give(self, decision: UpdateDecision, bad_steps: int) -> None:
+    def set(self, decision: UpdateDecision, bad_steps: int) -> None:
         self._decision, self._bad_steps = decision, bad_steps
 
 
 class UpdateCount:
-    """The updates that were applied, and the sum of their weights in a mean of the iterates.
+    """The number of applied updates, and the sum of their weights in an average of iterates.
 
-    Steps are counted as the host learns of their verdicts, on which reading may have to wait for the device.
+    A step is counted once its verdict is available to the host; reading may wait for the device.
     """
 
     def __init__(self) -> None:
@@ -143,40 +142,40 @@ class UpdateCount:
         self._updates, self._weight = 0, 0.0
 
     def add(self, verdict: StepVerdict, weight: float, in_flight: int) -> None:
-        """Adds a step; the latest ones in flight are counted later."""
+        """Adds a step; the latest `in_flight` steps are counted later."""
         self._uncounted.append((verdict, weight))
         self._count(in_flight)
 
     def read(self) -> tuple[int, float]:
-        """Both."""
+        """Returns both."""
         self._count(0)
         return self._updates, self._weight
 
     def restart(self, updates: int, weight: float) -> None:
-        """Sets both, as a checkpoint says."""
+        """Sets both to the values of a checkpoint."""
         self._uncounted.clear()
         self._updates, self._weight = updates, weight
 
     def _count(self, in_flight: int) -> None:
         while len(self._uncounted) > in_flight:
             verdict, weight = self._uncounted.popleft()
-            if not verdict.is_dropped:
+            if not verdict.is_skipped:
                 self._updates += 1
                 self._weight += weight
 
 
 class UpdateGate:
-    """Takes the decision on each update, for `OptimizerView.guard`.
+    """Decides on each update, for `OptimizerView.guard`.
 
-    On a GPU the host would have to wait for the gradients in order to decide. Where nothing but the step's own figures
-    matters, the decision is therefore taken on the device, and the host learns of it when it asks for a verdict.
+    Waiting for the gradients would stall the host, so the decision is made on a GPU if it depends only on the values of
+    the step; the host reads it together with the verdict.
 
     Args:
-        mesh: all its ranks take the same decision.
-        spike_deviations: standard deviations above the recent mean from which a step is dropped, which is decided on
-            the host; None for no limit.
-        allows_overflow: in fp16 a gradient that is not finite is expected, and only means that the loss scale falls.
-        on_device: whether the optimizer can be told by a flag on the device to change nothing.
+        mesh: all its ranks make the same decision.
+        spike_deviations: standard deviations above the recent mean from which an update is skipped, which the host
+            decides; None for no limit.
+        allows_overflow: a gradient that is not finite is expected, in fp16, and only lowers the loss scale.
+        on_device: a flag on the device can make the optimizer skip an update.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class UpdateGate:
         self._allows_overflow = allows_overflow
         self._is_on_device = on_device and spike_deviations is None
         self._recent = RecentSteps()
-        self._figures: Callable[[], torch.Tensor] | None = None
+        self._measure: Callable[[], torch.Tensor] | None = None
         self._pending: deque[tuple[StepVerdict, HostCopy]] = deque()
         self._bad_steps = 0
         self._skip: torch.Tensor | None = None
@@ -197,58 +196,59 @@ class UpdateGate:
 
     @property
     def steps_in_flight(self) -> int:
-        """Of how many of the latest steps the host does not know the verdict unless it waits."""
+        """Number of latest steps whose verdict the host may have to wait for."""
         return int(self._is_on_device)
 
     @property
-    def has_open_row(self) -> bool:
-        """Whether no good step has followed the last bad one, so that the weights may be to blame."""
+    def in_bad_streak(self) -> bool:
+        """True if no good step has followed the last bad one, so that the weights may be at fault."""
         self.settle()
         return self._bad_steps > 0
 
-    def expect(self, figures: Callable[[], torch.Tensor]) -> StepVerdict:
-        """Begins a step; returns its verdict, which has a decision when the update is over.
+    def begin(self, measure: Callable[[], torch.Tensor]) -> StepVerdict:
+        """Begins a step; returns its verdict, which is decided by the end of the update.
 
         Args:
-            figures: what the step is judged by: the norm of its gradient, the sum of the losses of its global batch and
-                the number of tokens that count in it. Called once, when the gradients are complete. Collective.
-                `[3]` float64.
+            measure: returns gradient norm, loss sum and number of counted tokens of the global batch. Called once, when
+                the gradients are complete; collective. `[3]` float64.
         """
-        self._figures = figures
+        self._measure = measure
         self.verdict = StepVerdict(self.settle)
         return self.verdict
 
     def to_json(self) -> dict[str, list[float]]:
-        """What decisions depend on besides the step itself, for a checkpoint; entries that say nothing are left out."""
+        """The state of the gate for a checkpoint, without empty entries."""
         self.settle()
         stored = {} if self._spike_deviations is None else self._recent.to_json()
         return {**stored, **({"bad_in_a_row": [float(self._bad_steps)]} if self._bad_steps else {})}
 
     def restore(self, stored: Mapping[str, Sequence[float]]) -> None:
-        """Continues with what `to_json` returned."""
+        """Restores the result of `to_json`."""
         self.settle()
         self._recent.restore(stored)
         self._bad_steps = int(sum(stored.get("bad_in_a_row", ())))
 
     def settle(self, last: StepVerdict | None = None) -> None:
-        """Waits for the decisions that were taken on the device, until that on one step; on all by default."""
+        """Waits for the decisions made on the device, up to the one on `last`; for all of them by default."""
         verdict = None
         while self._pending and (last is None or verdict is not last):
-            verdict, figures = self._pending.popleft()
-            self._judge(verdict, figures.read().tolist())
+            verdict, values = self._pending.popleft()
+            self._judge(verdict, values.read().tolist())
 
     def may_update(self) -> bool:
-        """Whether this rank, which is about to update, may; the first call of a step is collective over all ranks."""
+        """Returns True if this rank may update now; the first call of a step is collective over all ranks."""
         self._decide(is_before_update=True)
         return self.verdict.decision is UpdateDecision.APPLIED
 
     def update(self, update: Callable[..., None], loss_scale: LossScale | None = None) -> bool:
-        """Updates if all ranks may; once a step, collective over all ranks. Returns whether it was done, or left to the
-        device.
+        """Updates if all ranks may; once a step, collective over all ranks.
 
         Args:
-            update: `megatron.kernels.optimizer.update` of an optimizer. Where the device decides it is given `skip`.
-            loss_scale: learns whether the gradients overflowed.
+            update: `megatron.kernels.optimizer.update` of an optimizer, called with `skip` if the device decides.
+            loss_scale: updated with the overflow of this step.
+
+        Returns:
+            False if the update was skipped; True if it was applied, or if the device decides.
         """
         if self._is_on_device or loss_scale is not None:
             agreed = self._agreed(is_before_update=True)
@@ -256,75 +256,73 @@ class UpdateGate:
                 loss_scale.update(agreed[0] > 0)
             if self._is_on_device:
                 self._pending.append((self.verdict, HostCopy(agreed)))
-                wrong, *_, tokens = agreed.unbind()
-                self._skip = torch.where(tokens == 0, self._one, wrong).to(torch.float32)
+                is_wrong, *_, tokens = agreed.unbind()
+                self._skip = torch.where(tokens == 0, self._one, is_wrong).to(torch.float32)
                 update(skip=self._skip)
                 return True
             self._judge(self.verdict, agreed.tolist())
         else:
             self._judge(self.verdict, self._agreed_on_host(is_before_update=True))
-        if self.verdict.is_dropped:
+        if self.verdict.is_skipped:
             return False
         update()
         return True
 
     def is_applied(self) -> torch.Tensor:
-        """Whether the update of the last step was applied; without waiting for the device.
-
-        Shapes: result `[]` bool.
-        """
+        """True if the update of the last step was applied; does not wait for the device. Shapes: result `[]` bool."""
         if self._skip is not None:
             return self._skip == 0
-        return torch.full((), not self.verdict.is_dropped, device=self._mesh.device)
+        return torch.full((), not self.verdict.is_skipped, device=self._mesh.device)
 
-    def is_left_behind(self) -> bool:
-        """Whether this rank's optimizer dropped a step that others were about to apply; collective if `may_update` was
-        not called in it: DeepSpeed's optimizer may have dropped the step already, and that on some ranks only.
+    def missed_update(self) -> bool:
+        """Returns True if DeepSpeed's optimizer skipped an update on this rank, but not on others.
+
+        Collective if this rank has not called `may_update` in the step.
         """
         return self._decide(is_before_update=False)
 
     def _agreed(self, *, is_before_update: bool) -> torch.Tensor:
-        """Whether a figure of some rank is wrong, whether some rank is about to update, whether one is not, and the
-        largest norm, loss sum and number of tokens; collective over all ranks.
+        """The maxima over all ranks of: a value is not finite, the rank is about to update, it is not, gradient norm,
+        loss sum, and number of tokens; collective over all ranks.
 
         Shapes: result `[6]` float64.
         """
-        own = self._own_figures()
-        finite = own.nan_to_num(0.0, 0.0, 0.0)
-        is_wrong = (own != finite).any(dim=0, keepdim=True)
+        values = self._measured()
+        finite = values.nan_to_num(0.0, 0.0, 0.0)
+        is_wrong = (values != finite).any(dim=0, keepdim=True)
         side = self._sides[0 if is_before_update else 1]
         return all_reduce_max(torch.cat([is_wrong, side, finite]), self._mesh.world)
 
     def _agreed_on_host(self, *, is_before_update: bool) -> Sequence[float]:
-        """The same as numbers, for which the host waits; where there is one rank, it computes them itself."""
+        """The same on the host, which waits for the device; a single rank computes it on the host."""
         if self._mesh.world.size > 1:
             return self._agreed(is_before_update=is_before_update).tolist()  # type: ignore[no-any-return]
-        own = self._own_figures().tolist()
-        finite = [figure if math.isfinite(figure) else 0.0 for figure in own]
-        return [float(own != finite), float(is_before_update), float(not is_before_update), *finite]
+        values = self._measured().tolist()
+        finite = [value if math.isfinite(value) else 0.0 for value in values]
+        return [float(values != finite), float(is_before_update), float(not is_before_update), *finite]
 
-    def _own_figures(self) -> torch.Tensor:
-        figures, self._figures = self._figures, None
-        return figures()  # type: ignore[misc]
+    def _measured(self) -> torch.Tensor:
+        measure, self._measure = self._measure, None
+        return measure()  # type: ignore[misc]
 
     def _decide(self, *, is_before_update: bool) -> bool:
-        """Decides, unless that has happened; returns whether others update and this rank does not."""
-        if self._figures is None:
+        """Decides if not yet decided; returns True if other ranks update and this one does not."""
+        if self._measure is None:
             return False
         agreed = self._agreed_on_host(is_before_update=is_before_update)
         self._judge(self.verdict, agreed)
         return bool(agreed[1]) and not self.verdict.is_overflow and not is_before_update
 
     def _judge(self, verdict: StepVerdict, agreed: Sequence[float]) -> None:
-        wrong, _, dropped, norm, loss_sum, tokens = agreed
-        if (wrong or dropped) and self._allows_overflow:
-            verdict.give(UpdateDecision.OVERFLOW, self._bad_steps)
+        is_wrong, _, is_skipped, norm, loss_sum, tokens = agreed
+        if (is_wrong or is_skipped) and self._allows_overflow:
+            verdict.set(UpdateDecision.OVERFLOW, self._bad_steps)
             return
         limit, loss = self._spike_deviations, loss_sum / tokens if tokens else loss_sum
-        if wrong or dropped:
+        if is_wrong or is_skipped:
             decision = UpdateDecision.NOT_FINITE
-        elif tokens == 0:  # says nothing of the steps before it: bad ones stay in a row
-            verdict.give(UpdateDecision.EMPTY, self._bad_steps)
+        elif tokens == 0:  # neither good nor bad: a streak of bad steps continues
+            verdict.set(UpdateDecision.EMPTY, self._bad_steps)
             return
         elif limit is not None and self._recent.is_spike(loss, norm, limit):
             decision = UpdateDecision.SPIKE
@@ -332,11 +330,11 @@ class UpdateGate:
             decision = UpdateDecision.APPLIED
             self._recent.add(loss, norm)
         self._bad_steps = 0 if decision is UpdateDecision.APPLIED else self._bad_steps + 1
-        verdict.give(decision, self._bad_steps)
+        verdict.set(decision, self._bad_steps)
 
 
 def _limit(values: Sequence[float] | deque[float], deviations: float) -> float:
-    """This many sample standard deviations above the mean; infinite with few values, or where all are the same."""
+    """The mean plus this many sample standard deviations; infinite with few values, or if all are equal."""
     if len(values) < LEAST_STEPS:
         return math.inf
     mean = math.fsum(values) / len(values)

@@ -1,4 +1,4 @@
-"""Whole texts: many requests at once, and the slow reference that every faster way must agree with."""
+"""Whole texts: many requests at once, and the slow reference implementation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generate_all(
     max_sequences: int = USUAL_SEQUENCES,
     speculative_tokens: int = 0,
 ) -> list[Completion]:
-    """Continues all requests and returns their texts in the same order; collective over a model copy.
+    """Generates the texts of all requests, in their order; collective over a model copy.
 
     Raises:
         ConfigError: a request can never be served; nothing is generated then.
@@ -41,8 +41,8 @@ def completions(
     max_sequences: int = USUAL_SEQUENCES,
     speculative_tokens: int = 0,
 ) -> Iterator[Completion]:
-    """Continues all requests and yields their texts in the same order, each as early as possible; collective over a
-    model copy. Says at the end what guessing tokens has brought, if any were guessed.
+    """Generates the texts of all requests and yields them in their order, each as early as possible; collective over a
+    model copy. Logs the acceptance of speculative tokens at the end.
 
     Raises:
         ConfigError: a request can never be served; nothing is generated then.
@@ -63,7 +63,7 @@ def completions(
 
 @torch.inference_mode()
 def recompute(loaded: LoadedModel, request: Request) -> Completion:
-    """Continues one request without caches: the whole text is computed for every token. Slow; a reference."""
+    """Continues one request without caches, recomputing the whole text for every token; the slow reference."""
     check_request(request, loaded)
     forward, device = Forward(loaded), loaded.mesh.device
     chooser = Chooser(request.sampling, request.prompt, request.sample, request.top_logprobs)

@@ -1,4 +1,4 @@
-"""What happens at the end of every step, with or without caches: tokens are chosen, and some texts end."""
+"""The end of every step, with or without caches: choosing tokens and ending texts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.errors import ConfigError, NumericsError
 from megatron.inference.forward import decide_on_all
 from megatron.inference.generation.request import Finish, Request
 from megatron.inference.loaded_model import LoadedModel
-from megatron.inference.sampling import Chooser, Chosen, choose, score
+from megatron.inference.sampling import Chooser, TokenChoice, choose, score
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Replaces a token that could not be chosen: the traceback of the failure."""
+class FailedChoice:
+    """A token that could not be chosen, with the traceback of the failure."""
 
     reason: str
 
@@ -28,7 +28,7 @@ def check_request(request: Request, loaded: LoadedModel) -> None:
     """Checks that a network can continue a request.
 
     Raises:
-        ConfigError: the prompt fills all positions, or it or the logit bias has a token that does not exist.
+        ConfigError: the prompt fills all positions, or the prompt or the logit bias has an unknown token.
     """
     length, positions = len(request.prompt), loaded.positions
     if length >= positions + (request.max_new_tokens == 0):
@@ -38,8 +38,8 @@ def check_request(request: Request, loaded: LoadedModel) -> None:
         )
     if request.scores_prompt and loaded.sees_prompts:
         raise ConfigError(
-            f"Request {request.id} asks for the log-probabilities of its prompt, and this model attends to a prompt in "
-            "both directions, so each token sees itself. Ask for log-probabilities of new tokens only (without echo)."
+            f"Request {request.id} is for the log-probabilities of its prompt, but this model attends to a prompt in "
+            "both directions, so each token sees itself. Request log-probabilities of new tokens only (without echo)."
         )
     vocabulary = loaded.config.model.vocab_size
     wrong = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
@@ -57,15 +57,15 @@ def check_request(request: Request, loaded: LoadedModel) -> None:
 
 
 def last_length(request: Request, loaded: LoadedModel) -> int:
-    """Tokens at which a text ends, its prompt included."""
+    """The length at which a text ends, in tokens, its prompt included."""
     return min(len(request.prompt) + request.max_new_tokens, loaded.positions)
 
 
 def finish_of(request: Request, token: int, length: int, last: int) -> Finish | None:
-    """Why a text ends with its newest token; None if it continues.
+    """The reason why a text ends with its newest token; None if it continues.
 
     Args:
-        length: tokens of the text.
+        length: number of tokens of the text.
         last: `last_length` of the request.
     """
     if token in request.stop_ids:
@@ -73,7 +73,9 @@ def finish_of(request: Request, token: int, length: int, last: int) -> Finish | 
     return "length" if length >= last else None
 
 
-def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel) -> Sequence[Chosen]:
+def choose_on_all(
+    scores: torch.Tensor | None, choosers: Sequence[Chooser], loaded: LoadedModel
+) -> Sequence[TokenChoice]:
     """Chooses on the first rank of the last stage, and gives all ranks of the model copy the same tokens.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others.
@@ -85,30 +87,26 @@ def choose_on_all(scores: torch.Tensor | None, choosers: Sequence[Chooser], load
     return [one for (one,) in raise_failures(verify_on_all(scores, choosers, [()] * len(choosers), loaded))]
 
 
-def raise_failures(results: Sequence[Sequence[Chosen | Failed]]) -> Sequence[Sequence[Chosen]]:
-    """What was chosen.
-
-    Raises:
-        RuntimeError: a token could not be chosen.
-    """
+def raise_failures(results: Sequence[Sequence[TokenChoice | FailedChoice]]) -> Sequence[Sequence[TokenChoice]]:
+    """Raises RuntimeError if a token could not be chosen; otherwise returns the choices."""
     for one in itertools.chain.from_iterable(results):
-        if isinstance(one, Failed):
+        if isinstance(one, FailedChoice):
             raise RuntimeError(f"a token could not be chosen:\n{one.reason}")
-    return cast(Sequence[Sequence[Chosen]], results)
+    return cast(Sequence[Sequence[TokenChoice]], results)
 
 
 def verify_on_all(
     scores: torch.Tensor | None, choosers: Sequence[Chooser], drafts: Sequence[Sequence[int]], loaded: LoadedModel
-) -> Sequence[Sequence[Chosen | Failed]]:
-    """Chooses the next token of each text, and the one after it for as long as the chosen one had been guessed.
+) -> Sequence[Sequence[TokenChoice | FailedChoice]]:
+    """Chooses the next token of each text, and further ones as long as the chosen tokens match the draft.
 
-    If a token of one text cannot be chosen, the others still get theirs; identical on all ranks.
+    If a token of one text cannot be chosen, the others are still chosen; identical on all ranks.
 
-    Shapes: scores `[n, v/t]` on the last stage, None on the others, after the last token of a text and each of its
-    guesses.
+    Shapes: scores `[n, v/t]` on the last stage, None on the others, after the last token of a text and each token of
+    its draft.
 
     Args:
-        drafts: the guesses for each text.
+        drafts: the drafted tokens of each text.
 
     Raises:
         NumericsError: the network computed something that is not a number; on all ranks.
@@ -122,8 +120,8 @@ def verify_on_all(
 
 def score_on_all(
     scores: torch.Tensor | None, tokens: Sequence[int], choosers: Sequence[Chooser], loaded: LoadedModel
-) -> Sequence[Chosen]:
-    """What `choose_on_all` would report of given tokens; on all ranks of the model copy alike.
+) -> Sequence[TokenChoice]:
+    """Returns the report of `choose_on_all` for given tokens; on all ranks of the model copy.
 
     Shapes: scores `[n, v/t]` on the last stage, None on the others.
 
@@ -131,31 +129,31 @@ def score_on_all(
         NumericsError: the network computed something that is not a number; on all ranks.
     """
     messages = decide_on_all(scores, loaded, lambda whole: list(map(_message, score(whole, tokens, choosers))))
-    return cast(Sequence[Chosen], list(map(_of_message, messages)))  # these fail together or not at all
+    return cast(Sequence[TokenChoice], list(map(_of_message, messages)))  # scoring fails for all or for none
 
 
 def _verify(
     scores: torch.Tensor, choosers: Sequence[Chooser], drafts: Sequence[Sequence[int]]
-) -> list[list[Chosen | Failed]]:
+) -> list[list[TokenChoice | FailedChoice]]:
     """Shapes: scores `[n, v]`."""
-    begins = list(itertools.accumulate((1 + len(draft) for draft in drafts), initial=0))
-    results: list[list[Chosen | Failed]] = [[] for _ in choosers]
-    going, place = list(range(len(choosers))), 0
-    while going:
-        rows = scores if len(going) == len(scores) else scores[[begins[text] + place for text in going]]
-        for text, one in zip(going, _choose_each(rows, [choosers[text] for text in going]), strict=True):
+    starts = list(itertools.accumulate((1 + len(draft) for draft in drafts), initial=0))
+    results: list[list[TokenChoice | FailedChoice]] = [[] for _ in choosers]
+    active, offset = list(range(len(choosers))), 0
+    while active:
+        rows = scores if len(active) == len(scores) else scores[[starts[text] + offset for text in active]]
+        for text, one in zip(active, _choose_each(rows, [choosers[text] for text in active]), strict=True):
             results[text].append(one)
-        going = [text for text in going if _is_guessed(results[text][-1], drafts[text][place : place + 1])]
-        place += 1
+        active = [text for text in active if _is_guessed(results[text][-1], drafts[text][offset : offset + 1])]
+        offset += 1
     return results
 
 
-def _is_guessed(result: Chosen | Failed, guess: Sequence[int]) -> bool:
-    return isinstance(result, Chosen) and result.token in guess
+def _is_guessed(result: TokenChoice | FailedChoice, guess: Sequence[int]) -> bool:
+    return isinstance(result, TokenChoice) and result.token in guess
 
 
-def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[Chosen | Failed]:
-    """Chooses for all rows at once; if that fails, for each by itself, so that only the rows at fault fail.
+def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[TokenChoice | FailedChoice]:
+    """Chooses for all rows at once; if that fails, for each row separately, so that only the rows at fault fail.
 
     Shapes: scores `[n, v]`.
     """
@@ -164,21 +162,21 @@ def _choose_each(scores: torch.Tensor, choosers: Sequence[Chooser]) -> Sequence[
     except NumericsError:
         raise
     except Exception:
-        chosen: list[Chosen | Failed] = []
+        chosen: list[TokenChoice | FailedChoice] = []
         for row, chooser in enumerate(choosers):
             try:
                 chosen += choose(scores[row : row + 1], [chooser])
             except Exception:
-                chosen.append(Failed(traceback.format_exc()))
+                chosen.append(FailedChoice(traceback.format_exc()))
         return chosen
 
 
-def _message(result: Chosen | Failed) -> Any:
-    return result.reason if isinstance(result, Failed) else (result.token, result.logprob, result.top)
+def _message(result: TokenChoice | FailedChoice) -> Any:
+    return result.reason if isinstance(result, FailedChoice) else (result.token, result.logprob, result.top)
 
 
-def _of_message(value: Any) -> Chosen | Failed:
+def _of_message(value: Any) -> TokenChoice | FailedChoice:
     if isinstance(value, str):
-        return Failed(value)
+        return FailedChoice(value)
     token, logprob, top = value
-    return Chosen(token, logprob, tuple((other, number) for other, number in top))
+    return TokenChoice(token, logprob, tuple((other, number) for other, number in top))

@@ -1,8 +1,8 @@
-"""One rank decides, the others follow: an engine that is spread over ranks, used from rank 0 alone.
+"""An engine that spans several ranks, driven by rank 0.
 
-Before each step rank 0 sends the requests that have come and the cancellations as JSON; every rank applies them to its
-own engine, and all engines make the same step. Ranks that wait for a command sleep in the network; rank 0 sends
-something at least every few seconds, so that no rank waits until a timeout and each learns soon that another is gone.
+Before each step rank 0 broadcasts new requests and cancellations as JSON; every rank applies them to its engine, and
+all engines make the same step. Waiting ranks block in the broadcast without using processor time. Rank 0 sends a
+heartbeat every few seconds, so that no rank runs into a timeout and a lost rank is detected soon.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from megatron.inference.generation.request import GeneratedToken, Request
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import broadcast_json, is_lost_peer
 
-SIGN_OF_LIFE_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 
 
-def lead(engine: GenerationEngine) -> Leader:
-    """The engine for the use of rank 0, while all other ranks are in `follow`.
+def drive(engine: GenerationEngine) -> Driver:
+    """Returns rank 0's handle on the engine; all other ranks call `serve_as_worker`.
 
     Raises:
-        ConfigError: this is not rank 0, or there is more than one model copy.
+        ConfigError: not called on rank 0, or several model copies.
     """
     _check_one_copy(engine)
     if engine.loaded.mesh.world.rank != 0:
-        raise ConfigError(f"Rank {engine.loaded.mesh.world.rank} cannot lead. Rank 0 leads and all others follow.")
-    return Leader(engine)
+        raise ConfigError(f"Rank {engine.loaded.mesh.world.rank} cannot drive the engine. Rank 0 must.")
+    return Driver(engine)
 
 
-def follow(engine: GenerationEngine) -> None:
-    """Executes rank 0's commands until it closes its `Leader`.
+def serve_as_worker(engine: GenerationEngine) -> None:
+    """Executes rank 0's commands until it closes its `Driver`.
 
     Raises:
         PeerLostError: another rank ended.
-        ConfigError: there is more than one model copy.
+        ConfigError: several model copies.
     """
     _check_one_copy(engine)
     while True:
@@ -51,11 +51,8 @@ def follow(engine: GenerationEngine) -> None:
             _step(engine)
 
 
-class Leader:
-    """Rank 0's handle on the engine; `close` it, or leave its `with` block, to release the other ranks.
-
-    Its methods may be called from several threads.
-    """
+class Driver:
+    """Rank 0's handle on the engine; closing it releases the other ranks. Thread-safe."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
@@ -63,25 +60,25 @@ class Leader:
         self._lock = threading.Lock()
         self._added: list[Request] = []
         self._cancelled: list[str] = []
-        self._spoke_at = time.monotonic()
+        self._sent_at = time.monotonic()
         self._failure: PeerLostError | None = None
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         if self._axis.size > 1:
-            self._thread = threading.Thread(target=self._show_life, name="generation leader", daemon=True)
+            self._thread = threading.Thread(target=self._send_heartbeats, name="generation driver", daemon=True)
             self._thread.start()
 
-    def __enter__(self) -> Leader:
+    def __enter__(self) -> Driver:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self.close()
 
     def add(self, request: Request) -> None:
-        """Takes a request for the next step.
+        """Adds a request from the next step on.
 
         Raises:
-            ConfigError: it can never be served, or its id is in use.
+            ConfigError: the request can never be served, or its id is in use.
         """
         with self._lock:
             self._engine.check(request)
@@ -90,16 +87,16 @@ class Leader:
             self._added.append(request)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request, which the next step reports as cancelled; does nothing if it has ended already."""
+        """Cancels a request; the next step reports it. No effect on a request that has ended."""
         with self._lock:
             self._cancelled.append(request_id)
 
     def step(self) -> list[GeneratedToken]:
-        """Computes one step on all ranks; returns the new tokens.
+        """Runs one step on all ranks; returns the new tokens.
 
         Raises:
             PeerLostError: another rank ended.
-            NumericsError: the network computes something that is not a number.
+            NumericsError: the network computed a value that is not finite.
         """
         with self._lock:
             message = {
@@ -109,31 +106,31 @@ class Leader:
                 "cancel": self._cancelled,
             }
             self._added, self._cancelled = [], []
-            self._speak(message)
+            self._send(message)
             _apply(message, self._engine)
             return _step(self._engine)
 
     def check_ranks(self) -> None:
-        """Checks that no rank is known to have ended; for the time between steps.
+        """Checks between steps that no rank is known to be lost.
 
         Raises:
-            PeerLostError: one has.
+            PeerLostError: another rank ended.
         """
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Releases the other ranks from `follow`."""
+        """Releases the other ranks from `serve_as_worker`."""
         if self._is_over.is_set():
             return
         self._is_over.set()
         with self._lock:
             if self._failure is None:
-                self._speak({"is_over": True})
+                self._send({"is_over": True})
         if self._thread is not None:
             self._thread.join()
 
-    def _speak(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         self.check_ranks()
         if self._axis.size == 1:
             return
@@ -142,16 +139,16 @@ class Leader:
         except PeerLostError as failure:
             self._failure = failure
             raise
-        self._spoke_at = time.monotonic()
+        self._sent_at = time.monotonic()
 
-    def _show_life(self) -> None:
-        """Sends something when nothing was sent for a while."""
-        while not self._is_over.wait(SIGN_OF_LIFE_SECONDS / 2):
+    def _send_heartbeats(self) -> None:
+        """Sends an empty message whenever nothing else was sent for a while."""
+        while not self._is_over.wait(HEARTBEAT_SECONDS / 2):
             with self._lock:
-                is_silent = time.monotonic() - self._spoke_at >= SIGN_OF_LIFE_SECONDS / 2
-                if is_silent and not self._is_over.is_set() and self._failure is None:
+                is_due = time.monotonic() - self._sent_at >= HEARTBEAT_SECONDS / 2
+                if is_due and not self._is_over.is_set() and self._failure is None:
                     try:
-                        self._speak({"is_over": False, "is_step": False})
+                        self._send({"is_over": False, "is_step": False})
                     except PeerLostError:
                         return  # the next call raises it
 
@@ -184,7 +181,7 @@ def _exchange(message: dict[str, Any] | None, axis: Axis) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _naming_lost_ranks() -> Iterator[None]:
-    """Turns communication errors that a rank caused by ending into one that says so."""
+    """Turns the communication errors caused by a lost rank into `PeerLostError`."""
     try:
         yield
     except RuntimeError as failure:

@@ -1,4 +1,4 @@
-"""Requests to the engine, and its answers."""
+"""Requests to the generation engine, and its results."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
-from megatron.inference.sampling import Chosen, Sampling
+from megatron.inference.sampling import Sampling, TokenChoice
 
 Finish = Literal["stop", "length", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be continued.
+    """A prompt to continue.
 
     Args:
-        id: unique among the requests that the engine holds.
+        id: unique among the engine's requests.
         prompt: token ids; at least one.
-        max_new_tokens: the most tokens generated; a text also ends where the model's positions do. 0 only scores.
+        max_new_tokens: most tokens to generate; a text also ends at the model's last position. 0 only scores.
         sample: index of the text; together with the seed it determines all draws.
         stop_ids: tokens that end the text, usually the end-of-document token.
-        top_logprobs: how many of the most probable tokens are reported with each token.
-        scores_prompt: whether the tokens of the prompt are reported as well, see `GeneratedToken.prompt`.
+        top_logprobs: number of most probable tokens to report with each token.
+        scores_prompt: report the prompt's tokens as well, see `GeneratedToken.prompt`.
 
     Raises:
-        ConfigError: there is no prompt, or a number is too small.
+        ConfigError: an empty prompt, or a number that is too small.
     """
 
     id: str
@@ -42,17 +42,17 @@ class Request:
         if not self.prompt:
             raise ConfigError(f"The prompt of request {self.id} has no tokens. Give at least one.")
         if self.max_new_tokens < (0 if self.scores_prompt else 1):
-            raise ConfigError(f"Request {self.id} asks for {self.max_new_tokens} new tokens. Ask for at least 1.")
+            raise ConfigError(f"max_new_tokens of request {self.id} is {self.max_new_tokens}. It must be at least 1.")
         if self.top_logprobs < 0:
-            raise ConfigError(f"Request {self.id} asks for {self.top_logprobs} top log-probabilities. Use 0 or more.")
+            raise ConfigError(f"top_logprobs of request {self.id} is {self.top_logprobs}. It must be at least 0.")
 
     def to_json(self) -> dict[str, Any]:
-        """An object from which `of_json` makes the same request."""
+        """The request as JSON values, for `of_json`."""
         return {**vars(self), "sampling": self.sampling.to_json(), "stop_ids": sorted(self.stop_ids)}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Request:
-        """The request that `to_json` described."""
+        """The request from the values of `to_json`."""
         changes = {
             "prompt": tuple(values["prompt"]),
             "sampling": Sampling.of_json(values["sampling"]),
@@ -63,18 +63,18 @@ class Request:
 
 @dataclass(frozen=True)
 class GeneratedToken:
-    """One more token of a text.
+    """A new token of a text.
 
     Log-probabilities come from the network's distribution, in nats, before any adjustment.
 
     Attributes:
-        token: None where the request was cancelled or failed, or asked for no new token.
+        token: None if the request was cancelled, failed, or was for no new tokens.
         top: the most probable tokens with their log-probabilities, highest first.
-        finish: why this token is the last: it is a stop token ("stop"), the text is as long as it may be ("length"), or
-            the request was cancelled, or its token could not be chosen ("failed"); None if the text continues.
-        failure: the traceback where it failed.
-        prompt: the tokens of the prompt from the second on, as if they had been chosen; with the first answer to a
-            request that asks for them.
+        finish: the reason why this token is the last: a stop token ("stop"), the length limit ("length"), cancellation
+            ("cancelled"), or a token that could not be chosen ("failed"); None if the text continues.
+        failure: the traceback of a failure.
+        prompt: the prompt's tokens from the second on, scored as if they had been chosen; with the first token of a
+            request with `scores_prompt`.
     """
 
     request_id: str
@@ -83,16 +83,16 @@ class GeneratedToken:
     top: tuple[tuple[int, float], ...] = ()
     finish: Finish | None = None
     failure: str | None = None
-    prompt: tuple[Chosen, ...] = ()
+    prompt: tuple[TokenChoice, ...] = ()
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text, the prompt and the stop token not included.
+    """A finished text, without prompt and stop token.
 
     Attributes:
-        logprobs: of the tokens, in nats.
-        top: for every token the requested number of most probable ones.
+        logprobs: log-probabilities of the tokens, in nats.
+        top: for each token, the requested number of most probable tokens.
     """
 
     request: Request
@@ -103,7 +103,7 @@ class Completion:
 
     @classmethod
     def of(cls, request: Request, generated: list[GeneratedToken]) -> Completion:
-        """The completion made of all tokens of a request."""
+        """The completion from all tokens of a request."""
         finish = generated[-1].finish or "length"
         kept = [one for one in (generated if finish == "length" else generated[:-1]) if one.token is not None]
         tokens = tuple(one.token for one in kept if one.token is not None)

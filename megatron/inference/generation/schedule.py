@@ -1,9 +1,9 @@
-"""Which texts take part in the next step, and with how many of their tokens. Runs no network.
+"""The scheduler: the texts of the next step, and their numbers of tokens. Runs no network.
 
-A text enters when the memory of its whole length is free, so that nothing has to be evicted later. In every step each
-running text that waits for one token takes part; prompts are computed in chunks whose bounds depend on the prompt
-alone, as many per step as the budget allows, so that a long prompt does not hold up the others and the numbers of a
-text do not depend on the others.
+A text is admitted once the memory of its full length is free, so that nothing has to be evicted later. Every step
+includes each running text with one pending token. Prompts are computed in chunks, as many per step as the budget
+allows, so that a long prompt does not hold up the others; the bounds of the chunks depend only on the prompt, so that a
+text's results do not depend on other texts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron.inference.generation.request import Request
-from megatron.inference.sampling import Chooser, Chosen
+from megatron.inference.sampling import Chooser, TokenChoice
 from megatron.model.interface.key_value_cache import TextCache
 from megatron.model.interface.step_context import TextPart
 
@@ -23,12 +23,12 @@ class Text:
     """A request and its progress.
 
     Attributes:
-        tokens: the prompt and what was generated.
-        last_length: tokens at which the text ends.
-        cache: keys and values of the tokens that were computed.
-        context_number: which rotations the cached keys have; see `EngineLimits.contexts`.
-        scored: tokens of the prompt from the second on that are scored, for a request that asks for it.
-        draft: guesses of the tokens after the last one.
+        tokens: the prompt and the generated tokens.
+        last_length: length at which the text ends, in tokens.
+        cache: keys and values of the computed tokens.
+        context_number: 1 if the cached keys have the rotations of long texts; see `EngineLimits.short_context`.
+        scored: the scored tokens of the prompt, from the second on, for a request with `scores_prompt`.
+        draft: drafted tokens after the last one.
     """
 
     request: Request
@@ -37,28 +37,27 @@ class Text:
     cache: TextCache
     chooser: Chooser
     context_number: int = 0
-    scored: list[Chosen] = field(default_factory=list)
+    scored: list[TokenChoice] = field(default_factory=list)
     draft: Sequence[int] = ()
 
     @property
     def pending(self) -> int:
-        """Tokens that are not in the cache."""
+        """Number of tokens that are not in the cache."""
         return len(self.tokens) - self.cache.length
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the engine holds at once.
+    """The limits of the engine.
 
     Args:
-        sequences: running texts.
-        tokens: tokens of all running texts at their full lengths, counted in whole blocks.
-        chunk_tokens: tokens of a prompt that are computed in one step.
+        sequences: most running texts.
+        tokens: most tokens of all running texts at their full lengths, in whole blocks.
+        chunk_tokens: most tokens of a prompt per step.
         block_tokens: tokens of a block of the cache.
-        whole_prompts: whether a prompt is computed in one step, however long it is, because its tokens attend to each
-            other in both directions.
+        whole_prompts: compute each prompt in one step, because its tokens attend to each other in both directions.
         short_context: length beyond which all tokens of a text are rotated differently, so that its cache is rebuilt;
-            None if there is none.
+            None for none.
     """
 
     sequences: int
@@ -69,17 +68,17 @@ class EngineLimits:
     short_context: int | None = None
 
     def reserved(self, length: int) -> int:
-        """Tokens of whole blocks for a text of this length."""
+        """Tokens reserved for a text of this length, in whole blocks."""
         return -(-length // self.block_tokens) * self.block_tokens
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """The tokens of a text that are computed in a step.
+    """The tokens of a text in a step.
 
     Attributes:
-        count: how many of the text.
-        draft: guesses that follow them.
+        count: number of the text's tokens.
+        draft: drafted tokens after them.
     """
 
     text: Text
@@ -88,37 +87,36 @@ class TextChunk:
 
     @property
     def width(self) -> int:
-        """How many tokens are computed."""
+        """Number of computed tokens."""
         return self.count + len(self.draft)
 
     @property
     def is_last(self) -> bool:
-        """Whether the next token of the text can be chosen afterwards."""
+        """True if the text's next token can be chosen afterwards."""
         return self.count == self.text.pending
 
     @property
     def tokens(self) -> list[int]:
-        """The token ids."""
         first = self.text.cache.length
         return [*self.text.tokens[first : first + self.count], *self.draft]
 
     @property
     def targets(self) -> list[tuple[int, int]]:
-        """Tokens of the prompt that are to be scored, each with the place in the part of the one before it."""
+        """The prompt tokens to score, each after the index in the chunk of the token before it."""
         text, first = self.text, self.text.cache.length
         if not text.request.scores_prompt:
             return []
-        begin, end = max(first, len(text.scored)), min(first + self.count, len(text.request.prompt) - 1)
-        return [(place - first, text.tokens[place + 1]) for place in range(begin, end)]
+        start, end = max(first, len(text.scored)), min(first + self.count, len(text.request.prompt) - 1)
+        return [(index - first, text.tokens[index + 1]) for index in range(start, end)]
 
     @property
-    def place(self) -> TextPart:
+    def text_part(self) -> TextPart:
         return TextPart(self.width, self.text.cache.length, len(self.text.tokens))
 
 
 @dataclass
 class TextSchedule:
-    """The texts that run and those that wait, in the order in which they came."""
+    """The running and the waiting texts, in order of arrival."""
 
     limits: EngineLimits
     waiting: deque[Text] = field(default_factory=deque)
@@ -128,20 +126,20 @@ class TextSchedule:
     def __contains__(self, request_id: object) -> bool:
         return any(text.request.id == request_id for text in (*self.waiting, *self.running))
 
-    def next_parts(self) -> list[TextChunk]:
-        """Admits the texts that now fit, and says what is computed next."""
+    def next_chunks(self) -> list[TextChunk]:
+        """Admits the texts that fit now, and returns the chunks of the next step."""
         self._admit()
-        parts, left = [], self.limits.chunk_tokens
+        chunks, left = [], self.limits.chunk_tokens
         for text in self.running:
             self._renew(text)
             if text.pending == 1:
-                parts.append(TextChunk(text, 1, text.draft))
+                chunks.append(TextChunk(text, 1, text.draft))
                 continue
             count = text.pending if self.limits.whole_prompts else min(text.pending, self.limits.chunk_tokens)
             if count <= left or left == self.limits.chunk_tokens:
-                parts.append(TextChunk(text, count))
+                chunks.append(TextChunk(text, count))
                 left -= count
-        return parts
+        return chunks
 
     def remove(self, text: Text) -> None:
         if text in self.running:
@@ -152,7 +150,7 @@ class TextSchedule:
             self.waiting.remove(text)
 
     def find(self, request_id: str) -> Text | None:
-        """The text of a request; None if it is not here (any more)."""
+        """The text of a request; None if it is neither running nor waiting."""
         return next((text for text in (*self.waiting, *self.running) if text.request.id == request_id), None)
 
     def _admit(self) -> None:
@@ -164,7 +162,7 @@ class TextSchedule:
             self.running.append(self.waiting.popleft())
 
     def _renew(self, text: Text) -> None:
-        """Empties the cache of a text whose tokens are all rotated differently from now on."""
+        """Clears the cache of a text that has grown beyond the short context."""
         number = int(self.limits.short_context is not None and len(text.tokens) > self.limits.short_context)
         if number != text.context_number:
             text.cache.clear()

@@ -1,8 +1,8 @@
 """The choice of the next token of every sequence of a batch.
 
 A draw inverts the cumulative distribution, in the order of the vocabulary, at a number that is a hash of (seed, sample,
-tokens chosen so far). So it has no state that a batch, a layout or an interruption could change, and scores that differ
-by rounding give another token about as rarely as their probabilities differ.
+tokens chosen so far). So it is stateless and independent of batch, layout and interruptions, and scores that differ by
+rounding change a token only as rarely as probabilities differ.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.sampling.settings import Sampling
 
-_UNIFORM_BITS = 52  # with one more, rounding could reach the end of the distribution
-_SMALLEST_TEMPERATURE = 1e-30  # a smaller one is 0 in float32; the distribution has no more to lose by then
-_CANDIDATES = 512  # the most probable tokens, which are nearly always all that top-p and min-p keep
+_UNIFORM_BITS = 52  # with more, rounding could reach the end of the distribution
+_SMALLEST_TEMPERATURE = 1e-30  # smaller ones are 0 in float32; the distribution no longer changes below
+_CANDIDATES = 512  # most probable tokens; nearly always a superset of what top-p and min-p keep
 
 
 @dataclass(frozen=True)
-class Chosen:
+class TokenChoice:
     """A chosen token.
 
-    Log-probabilities come from the network's distribution, before bias, penalties, temperature and cuts.
+    Log-probabilities are the network's, before bias, penalties, temperature and cuts.
 
     Attributes:
-        logprob: of the token, in nats.
-        top: the most probable tokens and their log-probabilities, highest first, in the requested number.
+        logprob: log-probability of the token, in nats.
+        top: the requested number of most probable tokens with their log-probabilities, highest first.
     """
 
     token: int
@@ -39,12 +39,12 @@ class Chosen:
 
 
 class Chooser:
-    """The state of one sequence: its settings, and the tokens that penalties and draws depend on.
+    """The state of one sequence: its settings, and its tokens, for penalties and draws.
 
     Args:
         prompt: tokens before the first choice.
         sample: index of the sequence; together with the seed it determines all draws.
-        top_logprobs: number of most probable tokens reported with each choice.
+        top_logprobs: number of most probable tokens to report with each choice.
     """
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int], sample: int = 0, top_logprobs: int = 0) -> None:
@@ -62,7 +62,7 @@ class Chooser:
         return list(self._seen)
 
     def append(self, token: int) -> None:
-        """Notes the token that was chosen; `choose` does it."""
+        """Appends the chosen token; called by `choose`."""
         self._chosen += 1
         if self.sampling.penalizes:
             self.counts[token] += 1
@@ -75,17 +75,17 @@ class Chooser:
 
 
 @torch.no_grad()
-def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[Chosen]:
-    """Chooses one token per row, on the CPU, and appends it to the row's chooser; to none if any row fails.
+def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[TokenChoice]:
+    """Chooses one token per row, on the CPU, and appends it to the row's chooser, unless any row fails.
 
     Shapes: scores `[b, v]`.
 
     Raises:
         NumericsError: a row has NaN or +inf among its scores, or no finite one.
-        ConfigError: a logit bias is for a token that the vocabulary does not have.
+        ConfigError: a logit bias for a token outside of the vocabulary.
     """
     scores = scores.to("cpu", torch.float32)
-    highest, tokens = scores.max(dim=-1)  # NaN if there is any
+    highest, tokens = scores.max(dim=-1)  # NaN if any score is
     _check_finite(highest, choosers)
     normalizers = scores.logsumexp(dim=-1)
     adjusted = adjust(scores, choosers)
@@ -98,15 +98,15 @@ def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[Chosen]:
     logprobs = scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - normalizers
     all_chosen = []
     for row, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
-        all_chosen.append(Chosen(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs)))
+        all_chosen.append(TokenChoice(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs)))
     for chooser, chosen in zip(choosers, all_chosen, strict=True):
         chooser.append(chosen.token)
     return all_chosen
 
 
 @torch.no_grad()
-def score(scores: torch.Tensor, tokens: Sequence[int], choosers: Sequence[Chooser]) -> list[Chosen]:
-    """What `choose` would report if it had chosen these tokens, one per row, on the CPU; changes no chooser.
+def score(scores: torch.Tensor, tokens: Sequence[int], choosers: Sequence[Chooser]) -> list[TokenChoice]:
+    """Returns the report of `choose` for given tokens, one per row, on the CPU; does not change the choosers.
 
     Shapes: scores `[n, v]`.
 
@@ -118,7 +118,7 @@ def score(scores: torch.Tensor, tokens: Sequence[int], choosers: Sequence[Choose
     normalizers = scores.logsumexp(dim=-1)
     logprobs = scores.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1) - normalizers
     return [
-        Chosen(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs))
+        TokenChoice(token, logprob, _top(scores[row], normalizers[row], choosers[row].top_logprobs))
         for row, (token, logprob) in enumerate(zip(tokens, logprobs.tolist(), strict=True))
     ]
 
@@ -135,7 +135,7 @@ def _check_finite(highest: torch.Tensor, choosers: Sequence[Chooser]) -> None:
 
 
 def _inverse(warped: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
-    """The tokens at which the cumulative distributions pass the draws.
+    """The tokens at which the cumulative distributions exceed the draws.
 
     Shapes: warped `[b, v]`, with the highest score of a row at 0; draws `[b]`; result `[b]` int64.
     """
@@ -153,12 +153,12 @@ def _top(scores: torch.Tensor, normalizer: torch.Tensor, count: int) -> tuple[tu
 
 
 def adjust(scores: torch.Tensor, choosers: Sequence[Chooser]) -> torch.Tensor:
-    """Adds the logit bias, then applies the repetition, the frequency and the presence penalty; a copy if any does.
+    """Adds the logit bias, then applies the repetition, frequency and presence penalties; copies if anything changes.
 
     Shapes: `[b, v]` to the same.
 
     Raises:
-        ConfigError: a bias is for a token that the vocabulary does not have.
+        ConfigError: a bias for a token outside of the vocabulary.
 
     Source: Keskar et al., "CTRL", 2019, section 4.1 (repetition penalty; negative scores are multiplied, as in
     transformers); OpenAI's API reference (bias, frequency and presence penalty); vLLM `v1/sample/sampler.py` (order).
@@ -183,9 +183,9 @@ def adjust(scores: torch.Tensor, choosers: Sequence[Chooser]) -> torch.Tensor:
 
 
 def warp(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
-    """Divides by the temperature, then removes tokens by top-k, top-p, min-p and typicality, in this order.
+    """Divides by the temperature, then excludes tokens by top-k, top-p, min-p and typical-p, in this order.
 
-    What is removed gets -inf. The highest score of each row becomes 0, so that no temperature overflows.
+    Excluded tokens get -inf. The highest score of each row becomes 0, so that no temperature overflows.
 
     Shapes: `[b, v]` to the same.
 
@@ -201,7 +201,7 @@ def warp(scores: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
 
 
 def _add_bias(scores: torch.Tensor, biases: Sequence[tuple[int, float]]) -> None:
-    """Adds to the scores of one row `[v]`, in place."""
+    """Adds biases to the scores of one row `[v]`, in place."""
     ids, values = zip(*biases, strict=True)
     if max(ids) >= len(scores):
         raise ConfigError(
@@ -211,15 +211,15 @@ def _add_bias(scores: torch.Tensor, biases: Sequence[tuple[int, float]]) -> None
 
 
 def cut(scores: torch.Tensor, settings: Sequence[Sampling], candidates: int = _CANDIDATES) -> torch.Tensor:
-    """Gives -inf to the tokens that each row's settings exclude.
+    """Sets the tokens that each row's settings exclude to -inf.
 
     Sorting a vocabulary takes about as long as a small network. So a row is sorted only as far as its settings usually
-    need, and again as a whole if that was not enough. Which of the two happens depends on the row alone.
+    need, and completely if that was not enough; this depends only on the row.
 
     Shapes: scores `[b, v]`, with 0 as the highest of a row, to the same.
 
     Args:
-        candidates: how many tokens are examined first if the settings do not imply it.
+        candidates: number of tokens to examine first, unless the settings imply it.
 
     Source: Fan et al., "Hierarchical neural story generation", 2018, section 5 (top-k); Holtzman et al., "The curious
     case of neural text degeneration", 2020, section 3.1 (top-p); Nguyen et al., "Turning up the heat: min-p sampling",
@@ -229,19 +229,19 @@ def cut(scores: torch.Tensor, settings: Sequence[Sampling], candidates: int = _C
     widths = defaultdict(list)
     for row, one in enumerate(settings):
         widths[_width(one, scores.shape[1], candidates)].append(row)
-    whole = widths.pop(scores.shape[1], [])
+    complete = widths.pop(scores.shape[1], [])
     for width, rows in widths.items():
-        whole += _cut_candidates(scores, settings, rows, width, result)
-    if whole:
-        ordered, order = scores[whole].sort(dim=-1, descending=True, stable=True)
-        own = [settings[row] for row in whole]
-        kept = _typical(_probable(ordered, own, torch.zeros(len(whole), 1)), ordered, own)
-        result[whole] = result[whole].scatter(1, order, ordered.masked_fill(~kept, float("-inf")))
+        complete += _cut_candidates(scores, settings, rows, width, result)
+    if complete:
+        ordered, order = scores[complete].sort(dim=-1, descending=True, stable=True)
+        chosen = [settings[row] for row in complete]
+        kept = _typical(_probable(ordered, chosen, torch.zeros(len(complete), 1)), ordered, chosen)
+        result[complete] = result[complete].scatter(1, order, ordered.masked_fill(~kept, float("-inf")))
     return result
 
 
 def _width(one: Sampling, vocabulary: int, candidates: int) -> int:
-    """How many of the most probable tokens to examine first; all of them if fewer would not save time."""
+    """The number of most probable tokens to examine first; all if fewer would not save time."""
     fewer = one.top_k or (candidates if 0 < one.top_p < 1 or one.min_p > 0 else vocabulary)
     return fewer if 4 * fewer < vocabulary else vocabulary
 
@@ -249,34 +249,34 @@ def _width(one: Sampling, vocabulary: int, candidates: int) -> int:
 def _cut_candidates(
     scores: torch.Tensor, settings: Sequence[Sampling], rows: list[int], width: int, result: torch.Tensor
 ) -> list[int]:
-    """Cuts rows by their `width` most probable tokens, into `result`; returns the rows for which these are too few."""
-    own_settings, own_scores = [settings[row] for row in rows], scores[rows]
-    ids = own_scores.topk(width, dim=-1).indices.sort(dim=-1).values
-    ordered, order = own_scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    ids = ids.gather(1, order)  # equal scores in the order of the vocabulary, as in a whole row
-    kept = _probable(ordered, own_settings, own_scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
+    """Cuts rows by their `width` most probable tokens, into `result`; returns the rows that need more."""
+    row_settings, row_scores = [settings[row] for row in rows], scores[rows]
+    ids = row_scores.topk(width, dim=-1).indices.sort(dim=-1).values
+    ordered, order = row_scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)  # equal scores in vocabulary order, as in a complete row
+    kept = _probable(ordered, row_settings, row_scores.exp().sum(dim=-1, keepdim=True, dtype=torch.float64))
     last = ordered[:, -1:]
-    outside = (own_scores == last).sum(dim=-1) > (ordered == last).sum(dim=-1)
+    outside = (row_scores == last).sum(dim=-1) > (ordered == last).sum(dim=-1)
     has_last = (kept & (ordered == last)).any(dim=-1)
-    by_rank = torch.tensor([one.top_k > 0 for one in own_settings])
+    by_rank = torch.tensor([one.top_k > 0 for one in row_settings])
     is_too_narrow = torch.where(by_rank, outside, has_last)
-    cut_scores = ordered.masked_fill(~_typical(kept, ordered, own_settings), float("-inf"))
+    cut_scores = ordered.masked_fill(~_typical(kept, ordered, row_settings), float("-inf"))
     again = []
-    for place, (row, fails) in enumerate(zip(rows, is_too_narrow.tolist(), strict=True)):
+    for index, (row, fails) in enumerate(zip(rows, is_too_narrow.tolist(), strict=True)):
         if fails:
             again.append(row)
         else:
-            result[row].scatter_(0, ids[place], cut_scores[place])
+            result[row].scatter_(0, ids[index], cut_scores[index])
     return again
 
 
 def _probable(ordered: torch.Tensor, settings: Sequence[Sampling], everything: torch.Tensor) -> torch.Tensor:
-    """Which of the most probable tokens of each row top-k, top-p and min-p keep.
+    """The mask of the most probable tokens that top-k, top-p and min-p keep in each row.
 
     Shapes: ordered `[b, n]`, descending from 0; everything `[b, 1]`; result `[b, n]` bool.
 
     Args:
-        everything: the sum of exponentials of the whole row, where n is less than that.
+        everything: sum of the exponentials of the complete row, if n is smaller.
     """
     width = ordered.shape[1]
     ranks = _column(settings, lambda one: min(one.top_k, width) or width, torch.int64) - 1
@@ -285,30 +285,30 @@ def _probable(ordered: torch.Tensor, settings: Sequence[Sampling], everything: t
     mass = weights.cumsum(dim=-1)
     is_ranked = _column(settings, lambda one: one.top_k > 0, torch.bool)
     total = torch.where(is_ranked, mass[:, -1:], torch.maximum(mass[:, -1:], everything))
-    reached_before = (mass - weights) / total  # by the more probable tokens alone
+    reached_before = (mass - weights) / total  # by more probable tokens
     kept &= reached_before < _column(settings, lambda one: one.top_p if 0 < one.top_p < 1 else 2.0, torch.float64)
     return kept & (weights >= _column(settings, lambda one: one.min_p, torch.float64))  # the highest weight is 1
 
 
 def _typical(kept: torch.Tensor, ordered: torch.Tensor, settings: Sequence[Sampling]) -> torch.Tensor:
-    """Which of the kept tokens of each row stay by their typicality, in rows that ask for it.
+    """The mask of the kept tokens after typical-p, in rows that set it.
 
     Shapes: kept `[b, n]` bool, ordered `[b, n]`; result as kept.
     """
     rows = [row for row, one in enumerate(settings) if 0 < one.typical_p < 1]
     if not rows:
         return kept
-    wanted = _column([settings[row] for row in rows], lambda one: one.typical_p, torch.float64)
+    mass_limit = _column([settings[row] for row in rows], lambda one: one.typical_p, torch.float64)
     weights = torch.where(kept[rows], ordered[rows].exp(), 0.0).to(torch.float64)
     result = kept.clone()
-    result[rows] &= _is_typical(weights, wanted)
+    result[rows] &= _is_typical(weights, mass_limit)
     return result
 
 
-def _is_typical(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Which tokens are needed for a probability of `wanted` if those nearest to the entropy come first; ties stay.
+def _is_typical(weights: torch.Tensor, mass_limit: torch.Tensor) -> torch.Tensor:
+    """The mask of the tokens nearest to the entropy whose probabilities add up to `mass_limit`; ties stay.
 
-    Shapes: weights `[b, v]`, wanted `[b, 1]`; result `[b, v]` bool.
+    Shapes: weights `[b, v]`, mass_limit `[b, 1]`; result `[b, v]` bool.
 
     Source: Meister et al., "Locally typical sampling", 2023, equations 10 and 11.
     """
@@ -317,7 +317,7 @@ def _is_typical(weights: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     entropy = torch.where(probabilities > 0, probabilities * information, 0.0).sum(dim=-1, keepdim=True)
     distance, order = (information - entropy).abs().sort(dim=-1, stable=True)
     mass = probabilities.gather(1, order).cumsum(dim=-1)
-    last = (mass < wanted).sum(dim=-1, keepdim=True).clamp(max=weights.shape[1] - 1)
+    last = (mass < mass_limit).sum(dim=-1, keepdim=True).clamp(max=weights.shape[1] - 1)
     return torch.zeros_like(weights, dtype=torch.bool).scatter(1, order, distance <= distance.gather(1, last))
 
 

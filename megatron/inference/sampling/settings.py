@@ -1,4 +1,4 @@
-"""How the tokens of one sequence are chosen: the settings, their checks, and where they come from."""
+"""Sampling settings of one sequence: their checks, and their conversion from flags and JSON."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _SEED = Flag("seed", int, FlagFacts("the seed of the draws"), 1234, required=Fal
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; the defaults draw from the network's own distribution.
+    """Sampling settings; the defaults draw from the network's distribution.
 
     `docs/generation.md` has the formulas and the order in which they are applied.
 
     Args:
         greedy: take the highest score after bias and penalties; temperature and cuts have no effect.
         temperature: divisor of the scores; 0 is greedy.
-        top_k: keep only the k most probable tokens, and ties with the k-th; 0 keeps all.
+        top_k: keep the k most probable tokens, and ties with the k-th; 0 keeps all.
         top_p: keep the fewest most probable tokens whose probabilities add up to this value; 0 keeps all.
         min_p: keep the tokens with at least this fraction of the highest probability; 0 keeps all.
         typical_p: keep the tokens whose information is nearest to the entropy, until their probabilities add up to
             this value; 0 keeps all.
-        repetition_penalty: above 1 it makes tokens of the prompt and of the text so far less probable.
+        repetition_penalty: values above 1 make tokens of the prompt and of the text so far less probable.
         frequency_penalty: subtracted from a token's score for each time it was generated.
-        presence_penalty: subtracted once from the score of each token that was generated.
-        logit_bias: pairs of a token id and what is added to its score; whole numbers become floats.
-        seed: together with the index of a sample, it determines all draws of that sample.
+        presence_penalty: subtracted once from the score of each generated token.
+        logit_bias: pairs of a token id and the bias of its score; integers become floats.
+        seed: determines all draws of a sample, together with its index.
 
     Raises:
         ConfigError: a value is out of bounds; all problems at once.
@@ -69,13 +69,12 @@ class Sampling:
 
     @classmethod
     def of_flags(cls, flags: SamplingFlags, seed: int) -> Sampling:
-        """The settings on a tool's command line."""
         values = {flag.field: getattr(flags, flag.field) for flag in _FLAGS}
         return cls(**values, logit_bias=read_logit_bias(flags.logit_bias), seed=seed)
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> Sampling:
-        """The settings in a JSON object whose keys are the names of fields; an absent or null one has its default.
+        """Settings from a JSON object whose keys are the fields' names; absent or null ones have their default.
 
         `logit_bias` is an object of biases by token id, or a list of pairs.
 
@@ -107,7 +106,7 @@ class Sampling:
         return checked
 
     def to_json(self) -> dict[str, Any]:
-        """An object from which `of_json` makes the same settings."""
+        """The settings as JSON values, for `of_json`."""
         return {**vars(self), "logit_bias": [list(pair) for pair in self.logit_bias]}
 
     @property
@@ -116,25 +115,25 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether some tokens are removed before the draw."""
+        """True if tokens are excluded before the draw."""
         return self.top_k > 0 or 0 < self.top_p < 1 or self.min_p > 0 or 0 < self.typical_p < 1
 
     @property
     def adjusts(self) -> bool:
-        """Whether scores are changed by a bias or by the tokens so far."""
+        """True if a bias or the tokens so far change scores."""
         return bool(self.logit_bias) or self.penalizes
 
     @property
     def penalizes(self) -> bool:
-        """Whether scores are changed by the tokens so far."""
+        """True if the tokens so far change scores."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
     def _bound_problems(self) -> Iterator[str]:
-        """The bounds of the flags, in sentences with the names of the fields."""
+        """Violations of the flags' bounds, with the fields' names."""
         for flag in _FLAGS:
             value, least, most = getattr(self, flag.field), flag.facts.at_least, flag.facts.at_most
             if not abs(value) < math.inf:
-                yield f"{flag.field} {value} is not a number that can be used. Give a finite one."
+                yield f"{flag.field} {value} is not finite. Give a finite number."
             elif least is not None and value < least:
                 yield f"{flag.field} {printable(value)} is out of range. It must be at least {least}."
             elif most is not None and value > most:
@@ -142,10 +141,10 @@ class Sampling:
 
 
 def _biases_from_json(value: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias.
+    """Reads pairs of token id and bias.
 
     Raises:
-        ConfigError: the value has another form; the message starts with what it must be.
+        ConfigError: a value of another form.
     """
     pairs = list(value.items()) if isinstance(value, dict) else value
     if not isinstance(pairs, list) or len(pairs) > MOST_LOGIT_BIASES:

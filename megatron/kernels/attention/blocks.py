@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, local_bias
 from megatron.kernels.attention.dense import attention
 
-SMALLEST_BLOCK = 64  # tokens; with narrower blocks the calls cost more than what they compute
+SMALLEST_BLOCK = 64  # tokens; with smaller blocks the calls cost more than their computation
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class DocumentBlocks:
     """Attention with one call per document.
 
     Attributes:
-        lengths: the lengths of the documents of all samples, in tokens; no document spans two samples.
-        within: the window and the slopes within a document.
-        biases: the bias of each document, `[1, 1 or a, n, n]`, if it has a prefix; empty if none does.
+        lengths: lengths of the documents of all samples, in tokens; no document spans two samples.
+        within: window and slopes within a document.
+        biases: bias of each document, `[1, 1 or a, n, n]`, if any document has a prefix; otherwise empty.
     """
 
     lengths: list[int]
@@ -53,7 +53,7 @@ class DocumentBlocks:
         Shapes: query `[b, a, s, d]`, key and value `[b, g, s, d]`; result as query.
         """
         batch, heads, length, size = query.shape
-        # Splitting the tokens of all samples at once makes backward one concatenation.
+        # A single split over the tokens of all samples makes backward a single concatenation.
         tokens = [part.transpose(1, 2).flatten(0, 1).split(self.lengths) for part in (query, key, value)]  # [n, a, d]
         parts = []
         for number, document in enumerate(zip(*tokens, strict=True)):
@@ -69,10 +69,10 @@ class DocumentBlocks:
 
 @dataclass(frozen=True)
 class WindowBlocks:
-    """Attention in a sliding window: each block of queries sees its own block of keys and the one before.
+    """Attention in a sliding window: each block of queries attends to its own block of keys and the one before.
 
-    Sequences shorter than two windows have one block, and so have all sequences under bidirectional attention, whose
-    windows extend to both sides.
+    Sequences shorter than two windows have one block, as have all sequences with bidirectional attention, whose windows
+    extend to both sides.
     """
 
     window: int | None = None
@@ -105,10 +105,10 @@ class WindowBlocks:
         pairs, contents = (
             torch.cat([torch.cat(part[index : index + 2], dim=2) for index in range(count)]) for part in (keys, values)
         )  # [(blocks - 1)*b, g, 2*block, d]
-        others = self._attend(torch.cat(queries[1:]), pairs, contents, scale)
-        return torch.cat((first, *others.chunk(count)), dim=2)[:, :, :length]
+        rest = self._attend(torch.cat(queries[1:]), pairs, contents, scale)
+        return torch.cat((first, *rest.chunk(count)), dim=2)[:, :, :length]
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of queries that are the last of the positions of the keys."""
+        """Attention of queries at the last positions of the keys."""
         bias = local_bias(query, key.shape[2], self.window, self.slopes, bidirectional=self.bidirectional)
         return attention(query, key, value, scale, bias=bias, softcap=self.softcap)

@@ -1,4 +1,4 @@
-"""The choice among the forms of attention that compute only what is visible."""
+"""The choice among the forms of attention that compute only visible scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST_FLEX_HEAD, LARGEST_FLASH_HEAD = 16, 256
 
 
 class AttentionPlan(Protocol):
-    """Attention of a micro-batch with its bounds worked in; layers with the same bounds share it."""
+    """Attention with the bounds of a micro-batch; shared by layers with equal bounds."""
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         """Applies attention without dropout.
@@ -36,7 +36,7 @@ class Form(Enum):
 
 
 def plan_attention(query: torch.Tensor, bounds: Bounds, softcap: float | None = None) -> AttentionPlan | None:
-    """The plan for a micro-batch without dropout and cached keys; None if `attention` with a bias is to be used.
+    """The plan for a micro-batch without dropout and cached keys; None to use `attention` with a bias.
 
     Shapes: query `[b, a, s, d]`.
     """
@@ -62,8 +62,8 @@ def choose_form(query: torch.Tensor, bounds: Bounds, softcap: float | None, *, v
     Shapes: query `[b, a, s, d]`.
 
     Args:
-        varlen: whether torch has variable-length attention.
-        flex: whether flex attention can be compiled.
+        varlen: torch has variable-length attention.
+        flex: flex attention can be compiled.
     """
     length, size = query.shape[2:]
     has_documents = bounds.segment_ids is not None
@@ -84,5 +84,5 @@ def choose_form(query: torch.Tensor, bounds: Bounds, softcap: float | None, *, v
 
 
 def fits_flash(dtype: torch.dtype, size: int) -> bool:
-    """Whether the kernels of flash attention take queries of a dtype with heads of a width."""
+    """True if the kernels of flash attention support this dtype and head size."""
     return dtype in (torch.float16, torch.bfloat16) and size % 8 == 0 and size <= LARGEST_FLASH_HEAD

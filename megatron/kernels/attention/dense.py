@@ -33,10 +33,10 @@ def attention(
     softcap: float | None = None,
     kernels: Kernels = TORCH_KERNELS,
 ) -> torch.Tensor:
-    """Softmax attention, the softmax in float32; a query that may attend to nothing gets 0.
+    """Softmax attention with the softmax in float32; the result is 0 for a query without visible keys.
 
-    Each of the g heads of keys and values serves a/g consecutive heads of queries. The queries are the last s of the
-    k positions, which is what `causal` goes by; a causal mask and a bias both apply.
+    Each of the g heads of keys and values serves a/g consecutive heads of queries. For `causal`, the queries are the
+    last s of the k positions; a causal mask and a bias both apply.
 
     Shapes: query `[b, a, s, d]`, key and value `[b, g, k, d]`, bias `[b or 1, 1 or a, s or 1, k]` in the query's dtype
     or float32, added to the scaled scores; result as query.
@@ -62,8 +62,8 @@ def attention(
     if causal and (bias is not None or query.shape[2] != key.shape[2]):
         bias, causal = _with_causal_mask(bias, query, key), False
     if bias is not None and query.device.type != "cpu":
-        bias = bias.to(query.dtype)  # kernels of GPUs refuse another dtype or take its bytes for the query's
-        if grouped:  # the only fused kernels with a bias want as many keys
+        bias = bias.to(query.dtype)  # GPU kernels reject another dtype, or misread it as the query's
+        if grouped:  # the fused kernels with a bias require as many heads of keys
             key, value, grouped = repeated_heads(key, query.shape[1]), repeated_heads(value, query.shape[1]), False
     form: dict[str, Any] = {"dropout_p": dropout, "is_causal": causal, "scale": scale, "enable_gqa": grouped}
     if bias is None:
@@ -73,7 +73,7 @@ def attention(
 
 
 def repeated_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Every head of keys or values once for each of the query's heads that it serves.
+    """Repeats every head of keys or values for each of the query heads that it serves.
 
     Shapes: `[b, g, k, d]` to `[b, heads, k, d]`.
     """
@@ -93,10 +93,10 @@ def explicit_attention(
     softcap: float | None = None,
     kernels: Kernels = TORCH_KERNELS,
 ) -> torch.Tensor:
-    """The same attention, with materialized probabilities to which `dropout` or `drop` is applied.
+    """`attention` with materialized probabilities, to which `dropout` or `drop` is applied.
 
-    For soft-caps, and for dropout on CPUs, where torch's fused attention does not support it and its fallback draws
-    random numbers serially; this takes about half the time.
+    Used for soft-caps and for dropout on CPUs, where torch's fused attention lacks dropout and its fallback, which
+    draws random numbers serially, takes about twice as long.
 
     Shapes: as in `attention`; `drop` maps `[b, a, s, k]` to the same, rows of `dropout` are `[b, a, s]`.
 
@@ -113,17 +113,17 @@ def explicit_attention(
         bias = _with_causal_mask(bias, query, key)
     batch, heads, length, _ = query.shape
     flat_query, flat_key, flat_value = _flat(query, key, value)
-    dead = None
+    is_hidden = None
     if bias is not None and may_see_nothing:
-        dead = bias.amax(dim=-1, keepdim=True) == float("-inf")  # [b or 1, 1 or a, s or 1, 1]
-        bias = bias.masked_fill(dead, 0.0)
+        is_hidden = bias.amax(dim=-1, keepdim=True) == float("-inf")  # [b or 1, 1 or a, s or 1, 1]
+        bias = bias.masked_fill(is_hidden, 0.0)
     scores = _scores(flat_query, flat_key, scale, bias, (batch, heads, length, -1), softcap)
     probabilities = scores.softmax(dim=-1).to(query.dtype)
     if drop is not None:
         probabilities = drop(probabilities)
     attended = batched_product(probabilities.view(*flat_query.shape[:2], -1), flat_value)  # [b*g, a/g*s, d]
     attended = attended.view(query.shape)
-    return attended if dead is None else attended.masked_fill(dead, 0.0)
+    return attended if is_hidden is None else attended.masked_fill(is_hidden, 0.0)
 
 
 def _with_compiled_softmax(
@@ -139,7 +139,7 @@ def _with_compiled_softmax(
 ) -> torch.Tensor:
     """`explicit_attention` with scale, causal mask, bias, softmax and dropout in one operation.
 
-    No mask is materialized. Queries in float16 are scaled before the product, which may overflow otherwise.
+    No mask is materialized. Queries in float16 are scaled before the product, which might overflow otherwise.
     """
     batch, heads, length, _ = query.shape
     before = scale if query.dtype == torch.float16 else 1.0
@@ -164,7 +164,7 @@ def _with_compiled_softmax(
 
 
 def _flat(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """One matrix for each head of keys.
+    """Reshapes to one matrix per head of keys.
 
     Shapes: as in `attention` to query `[b*g, a/g*s, d]`, key and value `[b*g, k, d]`.
     """
@@ -193,7 +193,7 @@ def _scores(
         and bias.dtype == query.dtype
         and (repeats == 1 or bias.shape[:2] == (1, 1))
     ):
-        flat_bias = bias[0].repeat(1, repeats, 1) if repeats > 1 else bias[0]  # one product does it all
+        flat_bias = bias[0].repeat(1, repeats, 1) if repeats > 1 else bias[0]  # a single product adds it, too
         if batch > 1 < bias.shape[0] * bias.shape[1]:
             flat_bias = bias.expand(batch, heads, -1, -1).reshape(-1, *bias.shape[2:])  # [b*a, s, k]
         return torch.baddbmm(flat_bias, query, key.transpose(1, 2), alpha=scale).view(shape)
@@ -216,11 +216,11 @@ def _with_causal_mask(bias: torch.Tensor | None, query: torch.Tensor, key: torch
 
 
 def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) -> bool:
-    """Whether materialized probabilities are the faster form in training with fewer heads of keys than of queries.
+    """True if materialized probabilities are faster, in training with fewer heads of keys than of queries.
 
-    The backward pass of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half
-    precision take 0.4 to 0.7 times as long, forward and backward. As many heads of keys as of queries keep the fused
-    form, whose numbers earlier releases had.
+    Backward of torch's fused attention on CPU computes in float32; up to 512 tokens, products in half precision take
+    0.4 to 0.7 times as long, forward and backward. With equal numbers of heads the fused form is kept, so that results
+    stay those of earlier releases.
     """
     is_half_on_cpu = query.device.type == "cpu" and query.dtype in (torch.bfloat16, torch.float16)
     is_training = torch.is_grad_enabled() and query.requires_grad and dropout == 0
@@ -228,10 +228,10 @@ def _explicit_is_faster(query: torch.Tensor, key: torch.Tensor, dropout: float) 
 
 
 def _sound_kernels(key: torch.Tensor) -> AbstractContextManager[None]:
-    """Keeps cuDNN away from the lengths at which it cannot differentiate attention with a bias.
+    """Disables cuDNN for lengths at which its gradients of attention with a bias are wrong.
 
-    If the last tile of 128 keys is half full, its backward pass scores the empty half as 0 instead of -inf, and the
-    gradients of queries whose log-sum-exp is below -88.7 are NaN (torch 2.11 and newer on H100).
+    If the last tile of 128 keys is half full, backward scores the empty half as 0 instead of -inf, and the gradients of
+    queries whose log-sum-exp is below -88.7 are NaN (torch 2.11 and newer on H100).
 
     Shapes: key `[b, g, k, d]`.
 

@@ -1,4 +1,4 @@
-"""Attention of documents, windows, linear biases and soft-caps on CUDA, without a mask of s x s entries.
+"""Attention with documents, windows, linear biases and soft-caps on CUDA, without an s x s mask.
 
 Packed documents and windows run on torch's variable-length flash attention (torch 2.10 and newer, half precision), the
 rest on compiled flex attention. Neither has dropout.
@@ -19,23 +19,23 @@ from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, visibl
 from megatron.kernels.attention.dense import repeated_heads
 from megatron.kernels.choice import is_installed
 
-BLOCK = 128  # tokens of a block of flex attention, its default
-# A kernel is compiled for each mixture of dtype, documents, prefixes, slopes, window and gradients, and of the first
-# length of each. Beyond torch's own limit of 8 the full matrix of scores is computed, with a warning in the log.
+BLOCK = 128  # tokens; the default of flex attention
+# One kernel is compiled per combination of dtype, documents, prefixes, slopes, window and gradients, and one for the
+# first length of each. Beyond torch's default limit of 8 the full score matrix would be computed, with a warning.
 MOST_FLEX_KERNELS = 64
 
 
 @dataclass(frozen=True)
 class VarlenAttention:
-    """Flash attention over documents that are packed one after another.
+    """Flash attention over packed documents.
 
     Shapes: starts `[documents + 1]` int32.
 
     Attributes:
-        starts: where each document begins, and at the end the number of tokens.
-        longest: at least the length of the longest document, in tokens.
-        window: tokens that a token may attend to, itself included; None for all.
-        bidirectional: whether a token attends to later ones.
+        starts: index of each document's first token, and the number of tokens at the end.
+        longest: upper bound of the documents' lengths, in tokens.
+        window: number of tokens that a token may attend to, itself included; None for all.
+        bidirectional: True if tokens attend to later ones.
     """
 
     starts: torch.Tensor
@@ -45,7 +45,7 @@ class VarlenAttention:
 
     @classmethod
     def plan(cls, bounds: Bounds, query: torch.Tensor) -> VarlenAttention:
-        """The plan of a micro-batch; the host waits for the number of documents.
+        """The plan of a micro-batch; synchronizes to read the number of documents.
 
         Shapes: query `[b, a, s, d]`.
         """
@@ -82,7 +82,7 @@ class FlexAttention:
 
     Attributes:
         mask: the visible blocks.
-        score: how a score changes with its positions; None if it does not.
+        score: the change of a score at its positions; None for none.
     """
 
     mask: BlockMask
@@ -104,7 +104,7 @@ class FlexAttention:
         Shapes: query `[b, a, s, d]`, key and value `[b, g, s, d]`; result as query.
 
         Args:
-            compiled: off for a slow form that keeps all scores.
+            compiled: False for a slow form that keeps all scores.
         """
         run: Any = _compiled_flex_attention() if compiled else flex_attention
         grouped = query.shape[1] != key.shape[1]
@@ -113,21 +113,21 @@ class FlexAttention:
 
 
 def has_varlen() -> bool:
-    """Whether torch has variable-length attention with windows and a scale: 2.10 and newer."""
+    """True if torch has variable-length attention with windows and a scale: 2.10 and newer."""
     run = _varlen_attention()
     return run is not None and "window_size" in inspect.signature(run).parameters
 
 
 def has_flex() -> bool:
-    """Whether flex attention can be compiled."""
+    """True if flex attention can be compiled."""
     return is_installed("triton")
 
 
 def block_mask(bounds: Bounds, length: int, device: torch.device) -> BlockMask:
-    """What flex attention computes: visible blocks, and which pairs of their tokens."""
+    """The mask of flex attention: visible blocks, and the visible pairs of tokens in them."""
     segments, window, prefixes = bounds.segment_ids, bounds.window, bounds.prefix_mask
     bidirectional = bounds.bidirectional
-    visible, whole = visible_blocks(segments, window, length, BLOCK, device, prefixes, bidirectional=bidirectional)
+    visible, full = visible_blocks(segments, window, length, BLOCK, device, prefixes, bidirectional=bidirectional)
 
     def is_visible(sample: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = query >= (0 if bidirectional else key)
@@ -140,12 +140,16 @@ def block_mask(bounds: Bounds, length: int, device: torch.device) -> BlockMask:
         return seen
 
     return BlockMask.from_kv_blocks(
-        *_listed(visible & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=is_visible, seq_lengths=(length, length)
+        *_listed(visible & ~full),
+        *_listed(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+        seq_lengths=(length, length),
     )
 
 
 def score_change(bounds: Bounds, softcap: float | None, device: torch.device) -> Callable[..., torch.Tensor] | None:
-    """What happens to a scaled score: the soft-cap, then the linear bias; None for neither."""
+    """The change of scaled scores: soft-cap, then linear bias; None for neither."""
     slopes = torch.tensor(bounds.slopes, device=device) if bounds.slopes else None
     if slopes is None and softcap is None:
         return None
@@ -164,7 +168,7 @@ def score_change(bounds: Bounds, softcap: float | None, device: torch.device) ->
 def _varlen_attention() -> Any:
     """The function, or None before torch 2.9."""
     try:
-        from torch.nn.attention.varlen import varlen_attn  # takes seconds, and is of use on CUDA only
+        from torch.nn.attention.varlen import varlen_attn  # takes seconds, and is only needed on CUDA
     except ImportError:
         return None
     return varlen_attn
@@ -172,12 +176,12 @@ def _varlen_attention() -> Any:
 
 @cache
 def _compiled_flex_attention() -> Any:
-    """Flex attention, compiled for the first length that it meets, and for any length when it meets a second."""
+    """Flex attention, compiled for the first length, and for any length once there is a second one."""
     return torch.compile(flex_attention)
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of marked blocks in each row, and a list of their columns that begins with them.
+    """The number of marked blocks in each row, and a list of the columns with the marked ones first.
 
     Shapes: `[b, 1, rows, columns]` bool to `[b, 1, rows]` and `[b, 1, rows, columns]`, both int32.
     """

@@ -1,7 +1,7 @@
-"""Attention of queries to some of their keys, whose results for several blocks of keys add up to attention to all.
+"""Attention to blocks of keys, whose results are merged into attention to all keys.
 
-A result comes with the logarithm of its softmax denominator, by which results are weighed when they are merged. Given
-the merged result and denominator, backward of a block returns exactly the block's share of the gradients.
+A result comes with the logarithm of its softmax denominator, which weights it when results are merged. Given the merged
+result and denominator, backward of a block returns exactly the block's share of the gradients.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Liu et al., "Ring attention", 2023.
 """
@@ -23,9 +23,9 @@ class PartialAttention:
     """Attention to a block of keys.
 
     Args:
-        scale: of the scores.
+        scale: factor of the scores.
         softcap: scores become `softcap * tanh(score / softcap)`.
-        explicit: keep to torch's plain operations.
+        explicit: use only torch's plain operations.
     """
 
     scale: float
@@ -41,14 +41,14 @@ class PartialAttention:
         causal: bool = False,
         bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weighted sum of these values, and the logarithm of the softmax's denominator; -inf where a query sees
-        nothing.
+        """The weighted sum of the values, and the logarithm of the softmax denominator; -inf for a query without
+        visible keys.
 
         Shapes: query `[b, a, q, d]`, key and value `[b, g, k, d]`, bias `[b or 1, 1 or a, q, k]` float32; results as
         query and `[b, a, q]` float32.
 
         Args:
-            causal: query i sees the keys up to i; there are as many of both.
+            causal: query i attends to the keys up to i; both are equally many.
         """
         if self._is_explicit(query, bias):
             return self._explicit(query, key, value, causal, bias)
@@ -57,7 +57,7 @@ class PartialAttention:
         out, logsumexp = _flash._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias, scale=self.scale
         )
-        if bias is not None:  # the kernel has 0 there
+        if bias is not None:  # the kernel returns 0 there
             logsumexp = logsumexp.masked_fill((bias == -torch.inf).all(dim=-1), -torch.inf)
         return out, logsumexp
 
@@ -75,10 +75,10 @@ class PartialAttention:
     ) -> Gradients:
         """This block's share of the gradients of queries, keys and values.
 
-        Shapes: as of `forward`, gradient and out as query.
+        Shapes: as in `forward`, gradient and out as query.
 
         Args:
-            out, logsumexp: of all keys that the queries see, merged.
+            out, logsumexp: merged results of all visible keys.
         """
         if self._is_explicit(query, bias):
             return self._explicit_backward(gradient, query, key, value, out, logsumexp, causal, bias)
@@ -89,7 +89,7 @@ class PartialAttention:
         )
 
     def holds_scores(self, query: torch.Tensor) -> bool:
-        """Whether all scores of a block are in memory at once, so that a block must not be large.
+        """True if all scores of a block are materialized, so that blocks must be small.
 
         Shapes: query `[b, a, q, d]`.
         """
@@ -147,18 +147,18 @@ class PartialAttention:
         if shares is not None:
             of_scores = of_scores * (1 - shares.square())
         of_scores = of_scores * self.scale
-        of_queries, of_keys = of_scores @ keys.float(), of_scores.transpose(2, 3) @ query.float()
+        query_gradient, of_keys = of_scores @ keys.float(), of_scores.transpose(2, 3) @ query.float()
         grouped = (part.unflatten(1, (groups, -1)).sum(dim=2).to(key.dtype) for part in (of_keys, of_values))
-        return (of_queries.to(query.dtype), *grouped)  # type: ignore[return-value]
+        return (query_gradient.to(query.dtype), *grouped)  # type: ignore[return-value]
 
 
 def merge_(
     out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, part_logsumexp: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds the result of further keys to a result, in place, and returns both.
+    """Merges the result of further keys into a result in place; returns it with its denominator.
 
-    Shapes: out and part `[b, a, q, d]`, out float32; logsumexps `[b, a, q]` float32. Where `part` has
-    seen nothing, `out` has seen a key.
+    Shapes: out and part `[b, a, q, d]`, out float32; logsumexps `[b, a, q]` float32, of which at most one is -inf for
+    each query.
     """
     total = torch.logaddexp(logsumexp, part_logsumexp)
     out.mul_((logsumexp - total).exp_().unsqueeze(-1)).add_(part * (part_logsumexp - total).exp_().unsqueeze(-1))
@@ -173,7 +173,7 @@ def _probabilities(scores: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tenso
 def _cuda_flash(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flash attention of CUDA. Shapes: as of `PartialAttention.forward`."""
+    """CUDA's flash attention. Shapes: as in `PartialAttention.forward`."""
     heads = query.shape[1]
     keys, values = repeated_heads(key, heads), repeated_heads(value, heads)
     out, logsumexp, *_ = _flash._scaled_dot_product_flash_attention(query, keys, values, 0.0, causal, scale=scale)
@@ -190,14 +190,14 @@ def _cuda_flash_backward(
     causal: bool,
     scale: float,
 ) -> Gradients:
-    """Its backward pass, without dropout. Shapes: as of `PartialAttention.backward`."""
+    """Backward of CUDA's flash attention. Shapes: as in `PartialAttention.backward`."""
     heads, groups = query.shape[1], key.shape[1]
     keys, values = repeated_heads(key, heads), repeated_heads(value, heads)
     unused = torch.empty(0, dtype=torch.int64, device=query.device)
     lengths = (query.shape[2], key.shape[2])
-    of_queries, of_keys, of_values = _flash._scaled_dot_product_flash_attention_backward(
+    query_gradient, of_keys, of_values = _flash._scaled_dot_product_flash_attention_backward(
         gradient, query, keys, values, out, logsumexp.contiguous(), None, None, *lengths, 0.0, causal, unused, unused,
         scale=scale,
     )  # fmt: skip
     grouped = (part.unflatten(1, (groups, -1)).sum(dim=2) for part in (of_keys, of_values))
-    return (of_queries, *grouped)  # type: ignore[return-value]
+    return (query_gradient, *grouped)  # type: ignore[return-value]

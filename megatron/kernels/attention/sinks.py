@@ -1,7 +1,7 @@
-"""Attention with sinks: a logit per head in the softmax's denominator, which lets a token attend to less than one.
+"""Attention with sinks: an extra logit per head in the softmax denominator, so that weights may sum to less than 1.
 
-A sink is a key that every query sees and whose value is 0. So the attention of `PartialAttention` is merged with it, as
-with any other block of keys, and its backward pass is given the merged result; no key is appended.
+A sink is a key with value 0 that is visible to every query. It is merged with `PartialAttention` like any other block
+of keys, and backward takes the merged result; no key is appended.
 
 Source: OpenAI, "gpt-oss-120b and gpt-oss-20b model card", 2025, section 2.2; Miller, "Attention is off by one", 2023.
 """
@@ -30,16 +30,16 @@ def sink_attention(
         query.
 
     Args:
-        causal: query i sees the keys up to i; there are as many of both.
+        causal: query i attends to the keys up to i; both are equally many.
     """
     return _SinkAttention.apply(query, key, value, sinks, attention, causal, bias)  # type: ignore[no-any-return]
 
 
 def only_sinks(query: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Result and logarithm of the softmax's denominator of queries that have seen no key yet, for `merge_`.
+    """The result and log denominator of attention to the sinks alone, as a start for `merge_`.
 
-    Shapes: query `[b, a, q, d]`, sinks `[a]`; results `[b, a, q, d]`, which lies in memory as `[b, q, a, d]` so that
-        the projection that follows needs no copy, and `[b, a, q]`, both float32.
+    Shapes: query `[b, a, q, d]`, sinks `[a]`; results `[b, a, q, d]` with the strides of `[b, q, a, d]`, so that the
+        next projection needs no copy, and `[b, a, q]`, both float32.
     """
     out = torch.zeros_like(query.transpose(1, 2), dtype=torch.float32, memory_format=torch.contiguous_format)
     return out.transpose(1, 2), sinks.float().view(1, -1, 1).repeat(query.shape[0], 1, query.shape[2])
@@ -53,7 +53,7 @@ def sink_gradient(
     Shapes: gradient and out `[b, a, q, d]`, logsumexp `[b, a, q]`, sinks `[a]`; result as sinks.
 
     Args:
-        out, logsumexp: of all keys and the sink, merged.
+        out, logsumexp: merged results of all keys and the sink.
     """
     share = (sinks.float().view(1, -1, 1) - logsumexp).exp()  # [b, a, q]
     return -(share * (gradient.float() * out.float()).sum(dim=-1)).sum(dim=(0, 2)).to(sinks.dtype)

@@ -1,9 +1,9 @@
 """Scaled softmax over keys, plain, causal, masked or biased, with the stateless dropout of attention.
 
-The compiled operation takes one pass over the scores where torch's take one each for the scale, the bias, the mask, the
-softmax and dropout. It reads only the keys that a causal mask leaves visible, and keeps one tensor for backward: the
-probabilities before dropout. Those after it can be had from them and the hash, but not the other way, since a dropped
-probability has a gradient too; and scores, from which both follow, would have to be normalized again.
+The compiled operation takes one pass over the scores; torch takes one each for scale, bias, mask, softmax and dropout.
+It reads only the keys that a causal mask leaves visible, and keeps one tensor for backward: the probabilities before
+dropout. Those after dropout follow from them and the hash, but not vice versa, since dropped probabilities have
+gradients, too; keeping the scores instead would require normalizing them again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def scaled_softmax(
     as scores.
 
     Args:
-        causal: hides the keys that follow their query. The queries are the last q of the k positions.
-        mask: bool, true where a key is hidden.
+        causal: hides the keys after their query. The queries are the last q of the k positions.
+        mask: bool, True for hidden keys.
         bias: added to the scaled scores; float32 or of the scores' dtype.
 
     Source: Vaswani et al., "Attention is all you need", 2017, equation 1.
@@ -52,13 +52,13 @@ def scaled_softmax(
         queries, keys = scores.shape[-2:]
         later = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu_(keys - queries + 1)
         wide = wide.masked_fill(later, -_INFINITY)
-    sees_nothing = (wide == -_INFINITY).all(dim=-1, keepdim=True)  # [b, a, q, 1]
-    probabilities = wide.masked_fill(sees_nothing, 0.0).softmax(dim=-1).masked_fill(sees_nothing, 0.0)
+    is_hidden = (wide == -_INFINITY).all(dim=-1, keepdim=True)  # [b, a, q, 1]
+    probabilities = wide.masked_fill(is_hidden, 0.0).softmax(dim=-1).masked_fill(is_hidden, 0.0)
     return dropout_add(probabilities.to(scores.dtype), dropout)
 
 
 def register() -> None:
-    """Tells torch the shapes of the compiled operation; once, after the library is loaded."""
+    """Registers the result shapes of the compiled operation with torch; once, after the library is loaded."""
     torch.library.register_fake("megatron::softmax", _shapes)
     torch.library.register_fake("megatron::softmax_backward", lambda gradient, *_: gradient.new_empty(gradient.shape))
 

@@ -1,1 +1,1 @@
-"""The compiled operations of `csrc/ops`: building them, loading them, what was measured, and what is in use."""
+"""The compiled operations of `csrc/ops`: build, loading, measured speeds, and the report of those in use."""

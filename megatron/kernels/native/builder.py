@@ -1,7 +1,6 @@
-"""Builds the library of compiled operations: compilers in parallel, in a temporary folder; then the result is moved.
+"""Builds the library of compiled operations in a temporary folder, with parallel compilers, then moves the result.
 
-Nothing is locked: a build that was killed leaves a temporary folder, which a later one removes, and the library that
-was there before.
+There is no lock: a killed build leaves the previous library, and a temporary folder that a later build removes.
 """
 
 from __future__ import annotations
@@ -42,23 +41,23 @@ from megatron.kernels.native.library import (
 from megatron.processor import cpu_features
 
 Report = Callable[[str], object]
-_SHOWN_LINES = 20  # of what a compiler says when it fails
+_SHOWN_LINES = 20  # of a failed compiler's output
 _SCRATCH, _FORGOTTEN_SECONDS = "build-", 24 * 3600
 
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What to build.
+    """The settings of a build.
 
     Attributes:
-        folder: where the library goes; None for the package.
-        only: the operations; all if empty.
+        folder: the output folder; None for the package.
+        only: operations to build; all if empty.
         cuda: `yes`, `no` or `auto`.
         architectures: compute capabilities of GPUs, such as "90".
-        jobs: compilers at the same time; one per core if None.
-        seconds: after which the build is given up.
-        native: code for the CPU of this machine only, which compiles three times as fast.
-        sources: the folder csrc/ops; the one of this checkout if None.
+        jobs: parallel compilers; None for one per core.
+        seconds: time limit of the build.
+        native: build for the CPU of this machine only, which is three times as fast.
+        sources: the folder csrc/ops; None for this checkout.
     """
 
     folder: Path | None = None
@@ -75,7 +74,7 @@ def build(request: BuildRequest, report: Report) -> Path:
     """Builds the library and returns its folder.
 
     Raises:
-        ConfigError: an operation or an architecture is not known, or there are no sources.
+        ConfigError: an unknown operation or architecture, or no sources.
         LaunchError: a compiler is missing, fails, or takes too long.
         StorageError: the folder cannot be written.
     """
@@ -85,7 +84,7 @@ def build(request: BuildRequest, report: Report) -> Path:
     target = request.folder or default_folder()
     devices = f"CPU and CUDA sm_{', sm_'.join(tools.architectures)}" if tools.nvcc else "CPU"
     report(f"building {len(operations)} operation(s) for {devices}: {', '.join(operations)}")
-    began_at = time.monotonic()
+    started_at = time.monotonic()
     try:
         target.mkdir(parents=True, exist_ok=True)
         _remove_remains(target)
@@ -94,10 +93,10 @@ def build(request: BuildRequest, report: Report) -> Path:
             _put_in_place(Path(name), target)
     except OSError as failure:
         raise StorageError(
-            f"The library cannot be written to {target}: {failure.strerror or failure}. Free space, or choose another "
+            f"Cannot write the library to {target}: {failure.strerror or failure}. Free space, or choose another "
             f"folder with --output FOLDER and set {FOLDER_VARIABLE}=FOLDER for runs."
         ) from None
-    report(f"built {target / LIBRARY} in {time.monotonic() - began_at:.0f} s")
+    report(f"built {target / LIBRARY} in {time.monotonic() - started_at:.0f} s")
     return target
 
 
@@ -109,7 +108,7 @@ def _build_in(
     request: BuildRequest,
     report: Report,
 ) -> None:
-    built_from = digest_of_sources(sources)  # before they are read: a file edited meanwhile makes the library outdated
+    built_from = digest_of_sources(sources)  # before compiling: a file edited meanwhile makes the library outdated
     runner = _Runner(request.jobs or os.cpu_count() or 1, request.seconds, report, can_be_fewer=len(operations) > 1)
     objects: list[Path] = []
     commands: list[tuple[str, list[str]]] = []
@@ -147,7 +146,7 @@ def _build_in(
 
 
 def _put_in_place(folder: Path, target: Path) -> None:
-    """Replaces an older library; one whose record does not fit is not loaded, so no order of the two is wrong."""
+    """Replaces an older library. Library and record may be moved in any order: a mismatched pair is not loaded."""
     for part in (LIBRARY, RECORD):
         move(folder / part, target / part)
 
@@ -162,21 +161,21 @@ def _operations(sources: Path, only: Sequence[str]) -> list[str]:
     known = sorted(path.name for path in sources.glob("*/") if (path / f"{path.name}.cpp").is_file())
     if not known:
         raise ConfigError(
-            f"There are no sources of kernels in {sources}. They are part of the repository, not of an installed "
-            "package: clone it and build there."
+            f"No kernel sources in {sources}. They are part of the repository, not of an installed package: clone it "
+            "and build there."
         )
-    wanted = {part for words in only for word in words.split(",") for part in PARTS.get(word, (word,))}
-    unknown = sorted(wanted - set(known))
+    requested = {part for names in only for name in names.split(",") for part in PARTS.get(name, (name,))}
+    unknown = sorted(requested - set(known))
     if unknown:
-        raise ConfigError(f"--only {' '.join(unknown)}: no such operation. Known are {', '.join(known)}.")
-    return [name for name in known if not wanted or name in wanted]
+        raise ConfigError(f"--only {' '.join(unknown)}: unknown operation. Choose from {', '.join(known)}.")
+    return [name for name in known if not requested or name in requested]
 
 
 def _host_units(sources: Path, operations: Sequence[str], jobs: int) -> list[list[str]]:
-    """The operations, by the translation units in which they are compiled for the CPU.
+    """Groups the operations into translation units for the CPU.
 
-    Reading torch's headers takes as long as compiling an operation, so there are only as many units as compilers that
-    run at the same time: one of the operations that have flags of their own, the others of about the same size.
+    Parsing torch's headers takes as long as compiling an operation, so there is one unit per parallel compiler: one for
+    the operations with special flags, and the others of about equal size.
     """
     sizes = {name: (sources / name / f"{name}.cpp").stat().st_size for name in operations}
     units: list[list[str]] = [[] for _ in range(max(1, jobs - 1))]
@@ -187,7 +186,7 @@ def _host_units(sources: Path, operations: Sequence[str], jobs: int) -> list[lis
 
 
 class _Runner:
-    """Runs commands, this many at a time, until one fails, time is up, or the program is interrupted."""
+    """Runs commands in parallel until one fails, time is up, or the program is interrupted."""
 
     def __init__(self, jobs: int, seconds: int, report: Report, *, can_be_fewer: bool) -> None:
         self.jobs, self._limit, self._ends_at = jobs, seconds, time.monotonic() + seconds
@@ -199,7 +198,7 @@ class _Runner:
         """Runs named commands.
 
         Raises:
-            LaunchError: one fails; those that run are ended, and the others do not begin.
+            LaunchError: a command failed; running ones are terminated, and the others are not started.
         """
         pool = ThreadPoolExecutor(self.jobs)
         pending: dict[Future[float], str] = {pool.submit(self._run, *command): command[0] for command in commands}
@@ -215,7 +214,7 @@ class _Runner:
             pool.shutdown()
 
     def _run(self, name: str, command: list[str]) -> float:
-        began_at = time.monotonic()
+        started_at = time.monotonic()
         try:
             process = subprocess.Popen(
                 command,
@@ -224,33 +223,33 @@ class _Runner:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # a compiler has children of its own
+                start_new_session=True,  # to terminate the compiler's children with it
             )
         except OSError as failure:
-            raise LaunchError(f"{command[0]} cannot be started: {failure.strerror}. Check CXX and CUDA_HOME.") from None
+            raise LaunchError(f"Cannot start {command[0]}: {failure.strerror}. Check CXX and CUDA_HOME.") from None
         self._running.add(process)
         if self._is_over.is_set():
             _end(process)
         try:
-            said, _ = process.communicate(timeout=max(0.1, self._ends_at - began_at))
+            output, _ = process.communicate(timeout=max(0.1, self._ends_at - started_at))
         except subprocess.TimeoutExpired:
             fewer = ", or build fewer operations: --only NAME" if self._can_be_fewer else ""
             raise LaunchError(
                 f"The build took longer than {self._limit} s (--time-limit {self._limit}) and was stopped while it "
-                f"compiled {name}. Give it more time{fewer}."
+                f"compiled {name}. Raise the limit{fewer}."
             ) from None
         self._running.discard(process)
         if process.returncode:
-            lines = said.strip().splitlines()[:_SHOWN_LINES] or [f"{command[0]} printed nothing"]
+            lines = output.strip().splitlines()[:_SHOWN_LINES] or [f"{command[0]} printed nothing"]
             raise LaunchError(
                 f"Compiling {name} failed (exit status {process.returncode}):\n"
                 + "\n".join(lines)
                 + f"\nThe command was: {shlex.join(command)}"
             )
-        return time.monotonic() - began_at
+        return time.monotonic() - started_at
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a compiler and its children."""
+    """Terminates a compiler and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Turns what was asked for by `--kernels` into the implementation of each operation on this machine."""
+"""The implementation of each operation on this machine, according to `--kernels`."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import FOLDER_VARIABLE, REBUILD, default_folder, library
 from megatron.kernels.native.measured import fastest
 
-# The folders of csrc/ops that an operation needs; its own name unless it is listed.
+# The folders of csrc/ops that an operation needs, if not just that of its name.
 PARTS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"optimizer": ("adamw", "multi_tensor")})
 
 
 def choose(requested: Mapping[str, str], device: torch.device, folder: Path | None = None) -> Kernels:
-    """The implementation of each operation on a device.
+    """Chooses the implementation of each operation on a device.
 
     Args:
         requested: an implementation or `auto` for each operation.
-        folder: where the library lies, as in `library`.
+        folder: as in `library`.
 
     Raises:
-        ConfigError: an implementation was asked for that is not there.
+        ConfigError: a requested implementation is not available.
     """
     chosen: dict[str, Implementation] = {}
     missing: list[str] = []
     for operation in OPERATIONS:
-        wanted, available = requested.get(operation, AUTO), implementations(operation, device, folder)
-        if wanted == AUTO:
+        setting, available = requested.get(operation, AUTO), implementations(operation, device, folder)
+        if setting == AUTO:
             chosen[operation] = fastest(operation, device.type, available)
             continue
-        chosen[operation] = Implementation(wanted)
+        chosen[operation] = Implementation(setting)
         if chosen[operation] not in available:
             missing.append(operation)
     if missing:
-        place = str(folder or default_folder()) + (f" ({FOLDER_VARIABLE})" if environment(FOLDER_VARIABLE) else "")
+        location = str(folder or default_folder()) + (f" ({FOLDER_VARIABLE})" if environment(FOLDER_VARIABLE) else "")
         raise ConfigError(
-            f"--kernels asks for csrc ({', '.join(missing)}), and {place} has no library with these for {device.type}. "
-            f"Build it: {REBUILD}; or use --kernels auto."
+            f"--kernels requires csrc ({', '.join(missing)}), but {location} has no library with these for "
+            f"{device.type}. Build it: {REBUILD}; or use --kernels auto."
         )
     return Kernels(**chosen)
 
 
 def implementations(operation: str, device: torch.device, folder: Path | None = None) -> frozenset[Implementation]:
-    """What could compute an operation on a device."""
+    """The available implementations of an operation on a device."""
     built = library(folder)
     available = {Implementation.TORCH}
     if built is not None and all(built.has(part, device) for part in PARTS.get(operation, (operation,))):

@@ -1,4 +1,4 @@
-"""The compiler commands of a build of `csrc/ops`: what must be there, which flags, which files."""
+"""The toolchain of a build of `csrc/ops`: compilers, flags and commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HOST_FLAGS = (
     *("-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DAT_PER_OPERATOR_HEADERS"),
 )
 _DEVICE_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=default", "--extended-lambda")
-# Operations whose results are promised bit by bit: every product and sum is rounded by itself.
+# Operations with bitwise reproducible results: products and sums must not be fused.
 EXACT_OPERATIONS = frozenset({"dropout_add", "initial_values"})
 
 
@@ -28,10 +28,10 @@ class Toolchain:
     """The compilers of a build.
 
     Attributes:
-        host: the C++ compiler, which may have words before it, such as ccache.
+        host: the C++ compiler, possibly with a prefix such as ccache.
         nvcc: the CUDA compiler; None to build for the CPU only.
         architectures: compute capabilities to build for, such as "90".
-        native: code for the CPU of this machine only, instead of a choice of instruction sets.
+        native: build for the CPU of this machine only, instead of several instruction sets.
     """
 
     host: tuple[str, ...]
@@ -41,7 +41,7 @@ class Toolchain:
     architectures: tuple[str, ...] = ()
 
     def compile_host(self, sources: Path, source: Path, result: Path, *, is_exact: bool) -> list[str]:
-        """Compiles a `.cpp` file, of one operation or of several that are all exact or all not."""
+        """The command to compile a `.cpp` file, whose operations are either all exact or all not."""
         include = self.torch_folder / "include"
         command = [*self.host, *_HOST_FLAGS, f"-ffp-contract={'off' if is_exact else 'fast'}"]
         command += ["-march=native", "-DMEGATRON_NATIVE"] if self.native else []
@@ -51,14 +51,14 @@ class Toolchain:
         return [*command, "-c", str(source), "-o", str(result)]
 
     def compile_device(self, sources: Path, source: Path, result: Path, *, is_exact: bool) -> list[str]:
-        """Compiles a `.cu` file of an operation, for every architecture."""
+        """The command to compile a `.cu` file for every architecture."""
         targets = [f"-gencode=arch=compute_{code},code=sm_{code}" for code in self.architectures]
         exact = ["--fmad=false"] if is_exact else []
         command = [str(self.nvcc), *_DEVICE_FLAGS, *targets, *exact]
         return [*command, "-I", str(sources), "-c", str(source), "-o", str(result)]
 
     def link(self, objects: Sequence[Path], result: Path) -> list[str]:
-        """Links the library."""
+        """The command to link the library."""
         folder = self.torch_folder / "lib"
         command = [*self.host, "-shared", *map(str, objects), f"-L{folder}", "-ltorch", "-ltorch_cpu", "-lc10"]
         if self.nvcc is not None:
@@ -70,11 +70,11 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
     """Finds the compilers.
 
     Args:
-        cuda: `yes`, `no`, or `auto`: if a CUDA compiler and a torch with CUDA are there.
+        cuda: `yes`, `no`, or `auto`: if nvcc and a torch with CUDA are installed.
 
     Raises:
         ConfigError: an architecture is not a compute capability.
-        LaunchError: a compiler that is needed is missing.
+        LaunchError: a required compiler is missing.
     """
     unknown = [code for code in architectures if not (code.isdigit() and len(code) in (2, 3))]
     if unknown:
@@ -88,7 +88,7 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
     )
     if not host:
         raise LaunchError(
-            "No C++ compiler was found (CXX is not set, and there is neither g++ nor clang++ on PATH). Install one, "
+            "No C++ compiler found (CXX is not set, and neither g++ nor clang++ is on PATH). Install one, "
             "for example with `apt-get install g++`, and build again."
         )
     torch_folder = Path(torch.__file__).parent
@@ -102,7 +102,7 @@ def find_toolchain(cuda: str, architectures: tuple[str, ...], *, native: bool = 
         missing.append(f"torch {torch.__version__} was built without CUDA")
     if missing and cuda == "yes":
         raise LaunchError(
-            f"The kernels for GPUs cannot be built: {', and '.join(missing)} (--cuda yes). Install a CUDA toolkit and "
+            f"Cannot build GPU kernels: {', and '.join(missing)} (--cuda yes). Install a CUDA toolkit and "
             "a torch with CUDA, or build for the CPU only: --cuda no."
         )
     if missing:

@@ -1,4 +1,4 @@
-"""The compiled operations of `csrc/ops`: finds the library, checks that it fits this machine, and loads it."""
+"""The library of compiled operations: finds it, checks that it fits this machine, and loads it."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatron.kernels import (
 from megatron.kernels.attention import softmax as attention_softmax
 from megatron.processor import cpu_features
 
-INTERFACE = 4  # raised when the signature of an operation changes, so that an older library is not used
+INTERFACE = 4  # incremented when the signature of an operation changes, so that older libraries are not used
 LIBRARY, RECORD = "libmegatron_ops.so", "build.json"
 FOLDER_VARIABLE = "MEGATRON_KERNELS"
 REBUILD = "python tools/build_kernels.py"
 
-# Of a checkout; an installed package has none, and takes the library that was built with it.
+# In a checkout only; an installed package uses the library that was built with it.
 SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "ops"
-# What has to be registered with torch once an operation is loaded, by the operation's folder in csrc/ops.
+# Registration with torch after loading, by the operation's folder in csrc/ops.
 _REGISTRATIONS: Mapping[str, Callable[[], None]] = types.MappingProxyType(
     {
         "activation": activations.register,
@@ -56,15 +56,14 @@ _REGISTRATIONS: Mapping[str, Callable[[], None]] = types.MappingProxyType(
 
 @dataclass(frozen=True)
 class Library:
-    """A library that was built.
+    """A built library.
 
     Attributes:
         digest: SHA-256 of the library file, in hexadecimal.
-        sources: the digest of csrc/ops that it was built from, see `digest_of_sources`.
+        sources: `digest_of_sources` of the csrc/ops that it was built from.
         operations: the folders of csrc/ops that it contains.
-        architectures: compute capabilities of GPUs that it has code for, such as 90; empty if it was built without
-            CUDA.
-        cpu_features: instruction sets that its code needs; empty if it chooses by itself.
+        architectures: compute capabilities of its GPU code, such as 90; empty if built without CUDA.
+        cpu_features: required instruction sets; empty if its code selects them at run time.
     """
 
     folder: Path
@@ -79,10 +78,10 @@ class Library:
 
     @classmethod
     def from_json(cls, folder: Path, record: Mapping[str, Any]) -> Library:
-        """Reads what `to_json` wrote.
+        """Reads the record of `to_json`.
 
         Raises:
-            KeyError, TypeError, ValueError: the record is damaged.
+            KeyError, TypeError, ValueError: a damaged record.
         """
         return cls(
             folder,
@@ -97,7 +96,7 @@ class Library:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The record that is stored next to the library."""
+        """The record stored with the library."""
         return {
             "interface": self.interface,
             "torch": self.torch_version,
@@ -110,7 +109,7 @@ class Library:
         }
 
     def has(self, operation: str, device: torch.device | str) -> bool:
-        """Whether the library can compute an operation on a device."""
+        """True if the library has an operation for a device."""
         device = torch.device(device)
         if operation not in self.operations or device.type not in ("cpu", "cuda"):
             return False
@@ -122,16 +121,16 @@ class Library:
 
 
 def library(folder: Path | None = None) -> Library | None:
-    """The library that is built for this machine, loaded; None without one. Why one is not used is said once.
+    """Loads the library for this machine; None without one. The reason for rejecting one is logged once.
 
     Args:
-        folder: where it lies; None for the folder of the package, or the one that MEGATRON_KERNELS names.
+        folder: its folder; None for `default_folder()`.
     """
     return _load((folder or default_folder()).resolve())
 
 
 def default_folder() -> Path:
-    """Where libraries are built and looked for."""
+    """The folder of the library: the package's, or the value of MEGATRON_KERNELS."""
     named = environment(FOLDER_VARIABLE)
     return Path(named) if named else Path(__file__).parent.parent / "binaries"
 
@@ -142,7 +141,7 @@ def digest_of(path: Path) -> str:
 
 
 def digest_of_sources(sources: Path) -> str:
-    """SHA-256 of the files in csrc/ops that a library is compiled from, in hexadecimal; empty if there are none."""
+    """SHA-256 of the source files in csrc/ops, in hexadecimal; empty if none."""
     files = sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".cu", ".h"))
     digest = hashlib.sha256()
     for path in files:
@@ -163,7 +162,7 @@ def _load(folder: Path) -> Library | None:
 
 
 def _checked(folder: Path) -> Library | str:
-    """The library in a folder, loaded, or why it cannot be used."""
+    """Loads the library in a folder; returns it, or the reason why it cannot be used."""
     try:
         library = Library.from_json(folder, read_plain_json(folder / RECORD))
     except (OSError, ValueError, KeyError, TypeError):
@@ -172,11 +171,11 @@ def _checked(folder: Path) -> Library | str:
     if reason is not None:
         return reason
     try:
-        # A file that was cut short or belongs to another build would end the process when it is loaded.
+        # Loading a truncated file, or one of another build, would crash the process.
         if digest_of(folder / LIBRARY) != library.digest:
-            return f"{LIBRARY} is not the file that {RECORD} describes"
+            return f"{LIBRARY} does not match {RECORD}"
         if loaded := [path for path in torch.ops.loaded_libraries if Path(path).name == LIBRARY]:
-            return f"this process has loaded {loaded[0]}, and registering operations twice would end it"
+            return f"this process has loaded {loaded[0]}, and registering operations twice would crash it"
         torch.ops.load_library(str(folder / LIBRARY))
         for operation in library.operations:
             _REGISTRATIONS[operation]()
@@ -186,13 +185,13 @@ def _checked(folder: Path) -> Library | str:
 
 
 def _unfit(library: Library) -> str | None:
-    """Why a library must not be loaded here."""
+    """The reason why a library must not be loaded here; None if it may."""
     if library.torch_version != torch.__version__:
         return f"it was built for torch {library.torch_version}, and this is torch {torch.__version__}"
     if library.machine != platform.machine():
         return f"it was built for {library.machine}, and this machine is {platform.machine()}"
     if library.interface != INTERFACE:
-        return f"it has interface {library.interface}, and this version of the project needs {INTERFACE}"
+        return f"it has interface {library.interface}, and this version of the project requires {INTERFACE}"
     expected = digest_of_sources(SOURCES)
     if expected and library.sources != expected:
         return f"its sources had digest {library.sources[:12] or 'unknown'}, and {SOURCES} has {expected[:12]}"

@@ -1,4 +1,4 @@
-"""How fast each implementation was measured to be, in times of torch's: what `--kernels auto` goes by."""
+"""Measured speeds of the implementations relative to torch, by which `--kernels auto` chooses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megatron.kernels.choice import Implementation
 
 @dataclass(frozen=True)
 class Measurement:
-    """The compiled operations on one kind of device, as geometric means of torch's time over theirs.
+    """Measured speeds of the compiled operations on one kind of device: geometric means of torch's time over theirs.
 
     Attributes:
-        hardware: what it was measured on.
-        torch: the version that it was compared with.
-        date: the day, as year, month and day.
-        command: what prints the figures.
-        speeds: by operation of `--kernels`. What is not there was not measured, and torch is used.
+        hardware: the device.
+        torch: the version compared with.
+        date: year, month and day.
+        command: the command that prints the figures.
+        speeds: speed by operation of `--kernels`; an operation that was not measured uses torch.
     """
 
     hardware: str
@@ -83,6 +83,6 @@ def speeds_of(operation: str, device_type: str) -> Mapping[Implementation, float
 
 
 def fastest(operation: str, device_type: str, available: frozenset[Implementation]) -> Implementation:
-    """The fastest implementation of those that are there; torch unless another was measured to be faster."""
+    """The fastest available implementation; torch unless another was measured to be faster."""
     speeds = {Implementation.TORCH: 1.0, **speeds_of(operation, device_type)}
     return max((speed, implementation) for implementation, speed in speeds.items() if implementation in available)[1]

@@ -1,4 +1,4 @@
-"""Which implementation each operation uses on this machine, and why."""
+"""The report of the implementations in use on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.kernels.native.choosing import choose, implementations
 from megatron.kernels.native.library import REBUILD, library
 from megatron.kernels.native.measured import MEASURED, speeds_of
 
-# What torch computes an operation with, where that is not obvious.
+# Notes on torch's implementations that are not obvious.
 _OF_TORCH = {
     "activation": "fused forward and backward; the bias is added by the matrix product",
     "dropout_add": "stateless hash; the same in every layout",
@@ -24,7 +24,7 @@ _OF_TORCH = {
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """An operation, its implementation in use, and a note on why, or on what would be faster."""
+    """An operation, its implementation in use, and a note on the reason or on a faster one."""
 
     operation: str
     implementation: str

@@ -15,13 +15,13 @@ from megatron.model.blocks.attention_forms.whole import WholeAttention, score_bi
 from megatron.model.blocks.query_key_value import FusedHeads
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import Finish, RowParallelLinear
 
 
 class SelfAttention(DirectModule):
-    """Attention: multi-head, grouped-query, multi-query or latent; causal, or in both directions in an encoder.
+    """Self-attention: multi-head, grouped-query, multi-query or latent; causal, or bidirectional in an encoder.
 
     Shapes: `[b, s, h]` or `[b * s, h]` to the same, replicated over the axis, or with sequence parallelism
         `[b, s/t, h]`; inside `[b, a/t, s, d]`.
@@ -30,9 +30,9 @@ class SelfAttention(DirectModule):
         layer: index of the block.
 
     Attributes:
-        heads: makes queries, keys and values of hidden states; its parts are those of this module.
-        form: how they attend.
-        cached_form: how they attend in generation with key-value caches.
+        heads: projects hidden states to queries, keys and values; its modules are registered here.
+        form: the form of attention.
+        cached_form: the form of attention with key-value caches, in generation.
 
     Raises:
         ConfigError: the number of heads is not divisible by the tensor-parallel size.
@@ -48,7 +48,7 @@ class SelfAttention(DirectModule):
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == LEARNABLE:
             spec = ShardSpec((self.dimension,))
-            self.softmax_offset = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+            self.softmax_offset = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.scoring = scoring = Scoring(config, mesh, layer, self.softmax_offset)
         self.form = WholeAttention(scoring)
         if mesh.cp.size * mesh.sp.size > 1:
@@ -80,7 +80,7 @@ class SelfAttention(DirectModule):
         return self.linear_proj(joined, finish, splits_sequence=context.splits_sequence)  # type: ignore[no-any-return]
 
     def prepare(self, hidden: torch.Tensor, context: StepContext) -> None:
-        """Computes what layers share of a micro-batch, which a compiled program only reads.
+        """Computes the tensors of a micro-batch that layers share; a compiled program can only read them.
 
         Shapes: hidden `[b, s/t, h]` or `[b * s, h]`.
         """
@@ -93,7 +93,7 @@ class SelfAttention(DirectModule):
 
 
 def _joined(attended: torch.Tensor, gate: torch.Tensor | None, dimensions: int) -> torch.Tensor:
-    """What the heads return, side by side for the output matrix, multiplied by the sigmoid of the gate if there is one.
+    """Concatenates the outputs of the heads, multiplied by the sigmoid of the gate, if any.
 
     Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`, or in two dimensions
         `[b * s, a/t * d]`.

@@ -1,4 +1,4 @@
-"""The heads of an encoder: logits of masked tokens, and whether the segments of a sample were swapped."""
+"""The heads of an encoder: logits of masked tokens, and of the order of a sample's segments."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megatron.model.blocks.embedding import OutputHead
 from megatron.model.blocks.norm import build_norm
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import gather_from
 
 BertOutputs = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class BertHead(OutputHead):
-    """Computes the logits of the predicted positions, of all positions where none are named, and with
+    """Computes the logits of the predicted positions (all positions if the context has none), and with
     `--sentence-order-head` the two logits of the sentence order.
 
-    The matrix of the vocabulary is by far the widest of the network, and about one position in seven is predicted.
+    About one position in seven is predicted, and the vocabulary's matrix is by far the widest of the network.
 
     Shapes: `[b, s, h]` to `[b, m, v/t]`, m = s without predicted positions; or to that and `[b, 2]`.
 
@@ -41,12 +41,12 @@ class BertHead(OutputHead):
             self.binary_head = ReplicatedLinear(config.hidden_size, 2, device=mesh.device)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> BertOutputs:  # type: ignore[override]
-        if context.splits_sequence:  # every rank computes all that follows
+        if context.splits_sequence:  # the rest is replicated
             hidden = gather_from(hidden, self.axis, dimension=1)
-        chosen = hidden if context.predicted is None else rows_at(hidden, context.predicted)  # [b, m, h]
+        selected = hidden if context.predicted is None else rows_at(hidden, context.predicted)  # [b, m, h]
         if self.lm_head is not None:
-            chosen = self.lm_head(chosen)
-        logits = self.logits(chosen)
+            selected = self.lm_head(selected)
+        logits = self.logits(selected)
         if self.pooler is None or self.binary_head is None:
             return logits
         return logits, self.binary_head(self.pooler(hidden))
@@ -83,15 +83,15 @@ class ReplicatedLinear(nn.Module):
     def __init__(self, input_size: int, output_size: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
         spec = ShardSpec((Dimension("output", output_size), Dimension("input", input_size)), is_matrix=True)
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)
-        self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)
+        self.bias = annotate(nn.Parameter(torch.zeros(output_size, device=device)), ShardSpec.vector(output_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def rows_at(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The hidden states at some positions of each sample.
+    """The hidden states at the given positions of each sample.
 
     Shapes: hidden `[b, s, h]`, positions `[b, m]` int64; result `[b, m, h]`.
     """

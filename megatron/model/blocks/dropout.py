@@ -1,4 +1,4 @@
-"""The dropout of hidden states and of attention: its sites, and what each site drops in a micro-batch."""
+"""Dropout sites of hidden states and attention, and the dropout of each in a micro-batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EMBEDDING_SITE = 0  # then two per block: attention and feed-forward
 
 
 class DropoutSite:
-    """A place in the network where something is dropped.
+    """One application of dropout in the network.
 
     Args:
-        number: what tells it from the other sites.
+        number: unique number of the site.
         keys_of: `hidden_keys`, or `attention_keys` for the probabilities of a layer.
     """
 
@@ -30,7 +30,7 @@ class DropoutSite:
         self._tensor: torch.Tensor | None = None
 
     def keys(self, seed: int) -> tuple[int, int] | torch.Tensor:
-        """The keys of a seed; in a compiled program, after `hold_keys`, a tensor `[2]` int64."""
+        """The hash keys of a seed; in a compiled program, after `hold_keys`, a tensor `[2]` int64."""
         if seed != self._seed:
             self._seed, self._keys, self._tensor = seed, self._keys_of(seed, self._number), None
         return self._tensor if self._tensor is not None and torch.compiler.is_compiling() else self._keys
@@ -42,7 +42,7 @@ class DropoutSite:
 
 
 def dropout_at(site: DropoutSite, probability: float, hidden: torch.Tensor, context: StepContext) -> Dropout | None:
-    """What training drops at a site; None if nothing.
+    """The dropout of a site in training; None for none.
 
     Shapes: hidden `[b, s/t, h]` or `[b * s, h]`; rows of the result as those of hidden.
     """

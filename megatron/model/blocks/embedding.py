@@ -14,21 +14,21 @@ from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence
 from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 
 
 class WordEmbedding(VocabParallelEmbedding):
-    """The first layer of the network: looks up token embeddings, and scales them by `--embedding-multiplier`.
+    """The first layer of the network: token embeddings, scaled by `--embedding-multiplier`.
 
     The factor is rounded to the dtype of the weights, as in Gemma's reference code.
 
     Shapes: tokens `[b, s]` int64 to `[b, s, h]`.
 
     Args:
-        weight: the matrix of another layer that this one shares; None creates one.
+        weight: the matrix of another layer to share; None creates one.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, weight: nn.Parameter | None = None) -> None:
@@ -54,7 +54,7 @@ class PositionEmbedding(nn.Module):
     Shapes: `[b, s, h]` to the same; weight `[positions, h]`, replicated.
 
     Args:
-        dropout: probability of dropout; as configured if None.
+        dropout: probability of dropout; None for the configured one.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, dropout: float | None = None) -> None:
@@ -62,7 +62,7 @@ class PositionEmbedding(nn.Module):
         shape = (config.max_position_embeddings, config.hidden_size)
         dimensions = (Dimension("positions", shape[0]), Dimension("hidden", shape[1]))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
-        self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.positions = shape[0]
         self.dropout = config.hidden_dropout if dropout is None else dropout
         self.site, self.dropout_kernel = DropoutSite(EMBEDDING_SITE), mesh.kernels.dropout_add
@@ -78,11 +78,11 @@ class PositionEmbedding(nn.Module):
         last = context.positions_needed(length * context.sequence_parallel.size)
         if last > self.positions:
             raise DataError(
-                f"The sequence has {last} tokens and there are {self.positions} positions "
+                f"The sequence has {last} tokens, but the model has {self.positions} positions "
                 f"(--max-position-embeddings {self.positions}). Shorten the text, or train with more positions."
             )
         ids = context.position_ids
-        positions = context.hidden_positions(length) if ids is None else context.own_tokens(ids)
+        positions = context.hidden_positions(length) if ids is None else context.local_tokens(ids)
         if positions is not None:
             vectors = lookup(self.weight, positions, implementation=self.lookup_kernel)  # [b, s/t, h] or [s/t, h]
         else:
@@ -101,18 +101,18 @@ class TokenTypeEmbedding(nn.Module):
         shape = (config.token_types, config.hidden_size)
         dimensions = (Dimension("token types", shape[0]), Dimension("hidden", shape[1]))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(mesh.sequence_parallel,))
-        self.weight = place(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(shape, device=mesh.device)), spec)
         self.lookup_kernel = mesh.kernels.embedding
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         types = context.token_types
         if types is None:
             return hidden + self.weight[0]
-        return hidden + lookup(self.weight, context.own_tokens(types), implementation=self.lookup_kernel)
+        return hidden + lookup(self.weight, context.local_tokens(types), implementation=self.lookup_kernel)
 
 
 class EmbeddingDropout(nn.Module):
-    """Dropout of the embedding as a layer of its own: without learned positions, or after a norm of the embedding.
+    """Dropout of the embedding as a separate layer: without learned positions, or after a norm of the embedding.
 
     Shapes: `[b, s, h]` to the same.
     """
@@ -129,14 +129,14 @@ class EmbeddingDropout(nn.Module):
 class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
-    With sequence parallelism it gathers the tokens of all ranks, which all need them for their part of the vocabulary.
-    Logits are not multiplied out if the context asks for their factors, from which `head_losses` computes the losses.
+    With sequence parallelism the tokens of all ranks are gathered, since each rank has only a part of the vocabulary.
+    With `context.factored_logits` the factors of the logits are returned, from which `head_losses` computes the losses.
 
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 
     Args:
         weight: the word embedding matrix that the head shares; None creates a separate matrix.
-        bias: whether every entry of the vocabulary has a bias.
+        bias: add a bias per entry of the vocabulary.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class OutputHead(nn.Module):
         super().__init__()
         self.axis = mesh.tp
         self.multiplier, self.softcap = config.logit_multiplier, config.output_logit_softcap
-        self.packed: torch.Tensor | None = None  # the weight as `products.packed` has it, where the plain one is shared
+        self.packed: torch.Tensor | None = None  # a tied weight as prepared by `products.packed`
         self.weight = weight
         if weight is None:
             self.weight = vocabulary_table(
@@ -159,19 +159,19 @@ class OutputHead(nn.Module):
         if bias:
             rows = Dimension("rows of the padded vocabulary", config.vocab_size, mesh.tp, config.padded_vocab_size)
             spec = ShardSpec((rows,))
-            self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+            self.bias = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
         hidden = self._column_input(hidden, context.splits_sequence)
         if not context.factored_logits:
             return self._product(hidden)
-        # A view of the weight: DeepSpeed prepares for a backward pass in hooks on outputs that were computed, and must
-        # have done so before a gradient reaches the parameter.
+        # A view of the weight: DeepSpeed prepares for backward in hooks on computed outputs, and must have done so
+        # before a gradient reaches the parameter.
         weight: torch.Tensor = self.weight  # type: ignore[assignment]
         return FactoredLogits(hidden, weight.view_as(weight), self.softcap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the logits of tokens that every rank has. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
+        """Computes the logits of replicated tokens. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
         return self._product(self._column_input(hidden, splits_sequence=False))
 
     def _product(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Mixture of experts: a feed-forward layer of many small networks, of which each token passes through a few.
+"""Mixture of experts: a feed-forward layer of many small networks; each token passes through a few of them.
 
-Tokens are sorted by expert and sent to the ranks that have these (`parallel/expert`), each expert multiplies its rows,
+Tokens are sorted by expert and sent to the ranks of their experts (`parallel/expert`), each expert multiplies its rows,
 and the results return to the tokens' order; nothing of size tokens x experts is stored besides the router's scores.
 Every token reaches all the experts that it chose, unless experts have a capacity: each then has a fixed number of rows,
-of which those that no token fills count for nothing. The inner width of every expert is split over the tensor-parallel
-axis, unless experts are whole. An expert without tokens has a zero gradient, not a missing one.
+and rows without a token are ignored. The inner width of every expert is split over the tensor-parallel axis, unless
+experts are whole. An expert without tokens has a zero gradient, not a missing one.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from megatron.model.interface.step_context import StepContext
 from megatron.parallel.expert.dispatch import Dispatch
 from megatron.parallel.expert.order import Slots
 from megatron.parallel.mesh import Axis, ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, check_divisible
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence, reduce_from, scatter_sequence
 
 
 class Experts(nn.Module):
-    """Routed experts, and optionally a shared one that sees every token, without biases unless routed experts are to
-    have some; optionally mixed with a dense layer.
+    """Routed experts, optionally with biases, a shared expert that sees every token, and a parallel dense layer.
 
     The shared expert computes while tokens are on their way to experts on other ranks.
 
     Shapes: `[b, s, h]` to the same, replicated over the tensor-parallel axis, or with sequence parallelism
-        `[b, s/t, h]`: tokens are routed where they are, and gathered for the experts, of which every rank has a part,
-        unless experts are whole: then every rank sends its own.
+        `[b, s/t, h]`: each rank routes its own tokens. They are gathered for experts that are split over the axis;
+        for whole experts every rank sends its own tokens.
 
     Args:
         layer: index of the block.
 
     Raises:
         ConfigError: an expert's inner width is not divisible by the tensor-parallel size, or the number of experts by
-            that of the ranks that they are divided over.
+            the expert-parallel size.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, layer: int) -> None:
@@ -71,14 +70,14 @@ class Experts(nn.Module):
         hidden = context.by_sample(hidden)
         routing = self.router(hidden, is_split)
         slots = self.capacity.slots(routing.weights, routing.experts, context, training=self.training)
-        # What is split over tensor-parallel ranks computes part of the gradients of tokens and weights on each of them.
+        # Modules that are split over tensor-parallel ranks compute partial gradients of tokens and weights on each.
         if self.are_split or self.shared_experts is not None:
             whole = gather_sequence(hidden, self.tp) if is_split else copy_to(hidden, self.tp)
-        tokens, experts, weights, own = whole if self.are_split else hidden, routing.experts, routing.weights, slots
+        tokens, experts, weights, local = whole if self.are_split else hidden, routing.experts, routing.weights, slots
         if is_split and not self.are_split:
-            experts, weights = self._own(experts, len(hidden)), self._own(weights, len(hidden))
-            own = None if slots is None else Slots(self._own(slots.places, len(hidden)), slots.capacity)
-        dispatch = Dispatch.of(experts, self.count, self.ep, own)
+            experts, weights = self._local(experts, len(hidden)), self._local(weights, len(hidden))
+            local = None if slots is None else Slots(self._local(slots.indices, len(hidden)), slots.capacity)
+        dispatch = Dispatch.of(experts, self.count, self.ep, local)
         weights = dispatch.order.kept_weights(weights)
         sent = dispatch.start(tokens.flatten(0, 1))
         shared = None if self.shared_experts is None else self.shared_experts(whole.flatten(0, 1))  # [n, h]
@@ -99,21 +98,21 @@ class Experts(nn.Module):
         load = ExpertLoad(counts, dropped, self.router.expert_shares)
         return self.losses.attach(result, routing, load, context.auxiliary, context.split).view(shape)
 
-    def _own(self, choices: torch.Tensor, batch: int) -> torch.Tensor:
-        """Of the choices of all tensor-parallel ranks' tokens, those of this rank's. Shapes: `[n, k]` to `[n/t, k]`."""
+    def _local(self, choices: torch.Tensor, batch: int) -> torch.Tensor:
+        """Selects the choices of this tensor-parallel rank's tokens. Shapes: `[n, k]` to `[n/t, k]`."""
         return choices.unflatten(0, (batch, self.tp.size, -1))[:, self.tp.rank].flatten(0, 1)
 
     def _summed(self, parts: torch.Tensor, batch: int, is_split: bool) -> torch.Tensor:
-        """Sums what the tensor-parallel ranks have computed. Shapes: `[n, h]` to `[b, s, h]` or `[b, s/t, h]`."""
+        """Sums the parts of the tensor-parallel ranks. Shapes: `[n, h]` to `[b, s, h]` or `[b, s/t, h]`."""
         parts = parts.unflatten(0, (batch, -1))
         return scatter_sequence(parts, self.tp) if is_split else reduce_from(parts, self.tp)
 
 
 def expert_counts(experts: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
-    """How many tokens chose each expert, without synchronizing.
+    """Counts the tokens that chose each expert, without synchronizing.
 
     Args:
-        among: the choices that count; all by default.
+        among: mask of the choices to count; all by default.
 
     Shapes: experts `[n, k]` int64, among `[n, k]` bool; result `[e]` int64.
     """
@@ -123,10 +122,10 @@ def expert_counts(experts: torch.Tensor, count: int, among: torch.Tensor | None 
 
 
 class ResidualMixture(nn.Module):
-    """A dense feed-forward layer, mixed with what the experts computed: `c_0 experts(x) + c_1 dense(x)`, where `c` is
-    the softmax of a linear layer of x, in float32 like the router.
+    """Mixes the experts' result with a dense feed-forward layer: `c_0 experts(x) + c_1 dense(x)`, where `c` is the
+    softmax of a linear layer of x, in float32 like the router.
 
-    The linear layer is replicated over the tensor-parallel axis, whose ranks see equal inputs and equal sums.
+    The linear layer is replicated over the tensor-parallel axis, whose ranks have equal inputs.
 
     Shapes: `[b, s, h]` to the same; weight `[2, h]`, bias `[2]`.
 
@@ -139,9 +138,9 @@ class ResidualMixture(nn.Module):
         self.coefficient = MixtureCoefficients(config, mesh)
 
     def forward(self, hidden: torch.Tensor, routed: torch.Tensor, context: StepContext) -> torch.Tensor:
-        of_experts, of_dense = self.coefficient(hidden).unbind(dim=-1)  # [b, s] each
+        expert_weight, dense_weight = self.coefficient(hidden).unbind(dim=-1)  # [b, s] each
         dense = self.dense(hidden, context)
-        total = routed * of_experts.unsqueeze(-1) + dense * of_dense.unsqueeze(-1)
+        total = routed * expert_weight.unsqueeze(-1) + dense * dense_weight.unsqueeze(-1)
         return total.to(hidden.dtype)
 
 
@@ -155,23 +154,23 @@ class MixtureCoefficients(nn.Module):
         super().__init__()
         parts, device, summed_over = Dimension("experts and dense layer", 2), mesh.device, (mesh.sequence_parallel,)
         matrix = ShardSpec((parts, Dimension("hidden", config.hidden_size)), is_matrix=True, summed_over=summed_over)
-        self.weight = place(nn.Parameter(torch.zeros(matrix.local_shape, device=device)), matrix)
-        self.bias = place(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,), summed_over=summed_over))
+        self.weight = annotate(nn.Parameter(torch.zeros(matrix.local_shape, device=device)), matrix)
+        self.bias = annotate(nn.Parameter(torch.zeros(2, device=device)), ShardSpec((parts,), summed_over=summed_over))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.weight.float(), self.bias.float()).softmax(dim=-1)
 
 
 class ExpertNetworks(nn.Module):
-    """One feed-forward network, or several of the same shape for sorted tokens; this rank's part of the sum.
+    """One feed-forward network, or several of equal shape for sorted tokens; returns this rank's part of the sum.
 
     Shapes: x `[rows, h]` to the same; inside `[rows, f/t]`.
 
     Args:
         inner: inner width f.
-        width_axis: the ranks that it is split over.
-        count: number of networks, divided over the expert-parallel ranks; None for one whose parameters have no
-            dimension for it.
+        width_axis: the axis that the width is split over.
+        count: number of networks, divided over the expert-parallel ranks; None for a single network, whose parameters
+            lack this dimension.
     """
 
     def __init__(
@@ -193,8 +192,8 @@ class ExpertNetworks(nn.Module):
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
         """Applies the networks.
 
-        Shapes: ends `[e/p]`, one past the last row of every expert on this rank; None for a single network, or rows
-            that are divided equally.
+        Shapes: ends `[e/p]`, one past the last row of every expert on this rank; None for a single network, or equal
+            numbers of rows.
         """
         inner = self.linear_fc1(x, ends)
         if self.is_gated:
@@ -206,9 +205,9 @@ class ExpertNetworks(nn.Module):
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix, or one per expert, these also with a bias.
+    """One matrix, or one per expert, optionally with a bias.
 
-    Where ranks share the input, each computes a part of the sum, and adds its part of the bias to it.
+    If ranks share the input, each computes a part of the sum and adds its part of the bias.
 
     Shapes: weight `[output, input]` or `[e, output, input]`, bias `[e, output]`, where the input is split `[e,
         output/t]`, dimensions that belong to the output merged; x `[rows, input]` to `[rows, output]`.
@@ -217,17 +216,17 @@ class ExpertMatrices(nn.Module):
     def __init__(self, spec: ShardSpec, are_several: bool, device: torch.device, *, has_bias: bool) -> None:
         super().__init__()
         shape = (*spec.local_shape[:are_several], -1, spec.local_shape[-1])
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=device).view(shape)), spec)
         self.bias: nn.Parameter | None = None
-        self.padding = (0, 0)  # outputs of the bias before and after those of this rank
+        self.padding = (0, 0)  # outputs before and after this rank's part of the bias
         if has_bias:
             *others, output, inputs = spec.dimensions
             if inputs.axis is not None:
                 output = dataclasses.replace(output, axis=inputs.axis)
                 self.padding = output.bounds[0], output.size - output.bounds[1]
-            of_bias = ShardSpec((*others, output))
-            values = torch.zeros(of_bias.local_shape, device=device)
-            self.bias = place(nn.Parameter(values.view(values.shape[0], -1)), of_bias)
+            bias_spec = ShardSpec((*others, output))
+            values = torch.zeros(bias_spec.local_shape, device=device)
+            self.bias = annotate(nn.Parameter(values.view(values.shape[0], -1)), bias_spec)
 
     def forward(self, x: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
         bias = self.bias if self.bias is None or self.padding == (0, 0) else F.pad(self.bias, self.padding)

@@ -22,7 +22,7 @@ class FeedForward(DirectModule):
         `[b, s, 2, f/t]` in the order gate, up.
 
     Args:
-        inner_size: f; the configuration's `ffn_hidden_size` if None.
+        inner_size: f; None for the configured `ffn_hidden_size`.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, *, inner_size: int | None = None) -> None:

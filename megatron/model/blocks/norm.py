@@ -1,4 +1,4 @@
-"""The norm that a configuration asks for."""
+"""The norms of a network, built from its configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def build_norm(
     partial: Axis | None = None,
     epsilon: float | None = None,
 ) -> LayerNorm | RMSNorm:
-    """A norm over `size` channels.
+    """Builds a norm over `size` channels.
 
     Args:
-        epsilon: None for that of the network.
+        epsilon: None for the configured one.
         partial: an axis whose ranks normalize different rows, see `LayerNorm`.
     """
     kind = LayerNorm if config.normalization == LAYER_NORM else RMSNorm
@@ -37,7 +37,7 @@ def build_norm(
 
 
 def build_hidden_norm(config: ModelConfig, mesh: ParallelMesh) -> LayerNorm | RMSNorm:
-    """A norm of hidden states between matrix products, of which sequence parallelism gives each rank its own tokens.
+    """Builds a norm of hidden states, split by tokens with sequence parallelism.
 
     Shapes: `[b, s/t, h]` to the same.
     """
@@ -45,7 +45,7 @@ def build_hidden_norm(config: ModelConfig, mesh: ParallelMesh) -> LayerNorm | RM
 
 
 def build_head_norm(config: ModelConfig, mesh: ParallelMesh, heads: Dimension) -> nn.Module:
-    """The norm of queries or keys `[b, s, heads/t, d]`, over each head or over all of them.
+    """Builds the norm of queries or keys `[b, s, heads/t, d]`, over each head or over all of them.
 
     Args:
         heads: the dimension that counts the heads of the queries or of the keys.
@@ -62,8 +62,8 @@ def build_head_norm(config: ModelConfig, mesh: ParallelMesh, heads: Dimension) -
 
 
 def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
-    """A norm of the hidden states as a layer of the network: after the word embedding, or after the last block, whose
-    residual it may still have to add.
+    """Builds a norm of hidden states as a layer: after the word embedding, or after the last block, whose residual it
+    may have to add.
 
     Shapes: `[b, s/t, h]` to the same.
     """
@@ -74,12 +74,12 @@ def build_norm_layer(config: ModelConfig, mesh: ParallelMesh) -> nn.Module:
 
 
 class NoNorm(nn.Identity):
-    """In the place of a norm of hidden states that a block does not have."""
+    """The stand-in for a norm that a block does not have."""
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + (x + branch_bias)`, or what of it there is, twice."""
+        """Returns `residual + (x + branch_bias)`, without the terms that are None, twice."""
         hidden = total(x, residual, branch_bias)
         return hidden, hidden
 

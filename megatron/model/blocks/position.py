@@ -16,7 +16,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rotary:
-    """The rotation of one layer's queries and keys by their positions."""
+    """The rotary position encoding of one layer's queries and keys."""
 
     def __init__(self, config: ModelConfig, layer: int, implementation: Implementation) -> None:
         self.config = config
@@ -25,7 +25,7 @@ class Rotary:
         self.rotates_whole_halves = not config.rotary_interleaved and config.rotary_width == config.kv_channels
 
     def angles(self, context: StepContext, length: int) -> Rotation:
-        """Cosine and sine of the angles of a micro-batch's tokens, computed once for all layers that share them.
+        """Cosines and sines of the angles of a micro-batch's tokens, computed once for all layers that share them.
 
         Shapes: both `[b or 1, 1, s, r/2]` float32, r the rotated width of a head.
 
@@ -51,22 +51,21 @@ class Rotary:
         if self.rotates_whole_halves and context.caches is not None and not torch.is_grad_enabled():
             name = ("whole rotation", self.windowed, length)
             angles = context.once(name, lambda: doubled(*self.angles(context, length)))
-            rotated = rotate_few(torch.cat((query, key), dim=1), *angles)  # which few tokens are faster with
+            rotated = rotate_few(torch.cat((query, key), dim=1), *angles)  # faster for few tokens
             return rotated.split((query.shape[1], key.shape[1]), dim=1)  # type: ignore[return-value]
         return rotate_both(query, key, *self.angles(context, length), **self.options)
 
 
 def _frequencies(config: ModelConfig, context: StepContext, length: int, windowed: bool) -> tuple[torch.Tensor, float]:
-    """The frequencies of a micro-batch, where its tensors are: of every token its own, where texts are mixed and their
-    lengths matter.
+    """The frequencies of a micro-batch on its device; per token if texts are mixed and frequencies depend on lengths.
 
-    They are computed on the host, which gives the same bits everywhere, and copied once for all micro-batches.
+    They are computed on the host, so that they are bitwise equal everywhere, and copied once for all micro-batches.
 
     Shapes: `[r/2]` or `[s, r/2]` float32.
     """
     device = context.sample_ids.device
 
-    def of(length: int) -> tuple[torch.Tensor, float]:
+    def on_device(length: int) -> tuple[torch.Tensor, float]:
         frequencies, factor = rotary_frequencies(config, length, windowed=windowed)
         return frequencies.to(device), factor
 
@@ -74,7 +73,7 @@ def _frequencies(config: ModelConfig, context: StepContext, length: int, windowe
     if not context.texts or fixed_up_to is None:
         needed = context.positions_needed(length)
         longest = None if fixed_up_to is None else max(needed, fixed_up_to)
-        return context.once_for_all(("frequencies", config, windowed, longest, device), lambda: of(needed))
+        return context.once_for_all(("frequencies", config, windowed, longest, device), lambda: on_device(needed))
     by_text = [rotary_frequencies(config, part.text_length, windowed=windowed) for part in context.texts]
     rows = [row.expand(part.count, -1) for part, (row, _) in zip(context.texts, by_text, strict=True)]
     return torch.cat(rows).to(device), by_text[0][1]
@@ -83,15 +82,15 @@ def _frequencies(config: ModelConfig, context: StepContext, length: int, windowe
 def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = False) -> tuple[torch.Tensor, float]:
     """The rotation frequencies per channel pair, in radians per position, and the factor of cosine and sine.
 
-    Everything is computed in float32, in the order of transformers' implementation: at long positions another order
-    would change the angles.
+    Everything is computed in float32 and in the order of transformers' implementation: another order would change the
+    angles at long positions.
 
     Shapes: `[r/2]` float32.
 
     Args:
-        length: length of the sequence; scalings that depend on it stretch longer sequences more.
-        windowed: whether the frequencies are for the layers with a sliding window, which have a base of their own
-            (`rotary_base_windowed`) and no scaling.
+        length: length of the sequence, for the scalings that depend on it.
+        windowed: True for layers with a sliding window, which have their own base (`rotary_base_windowed`) and no
+            scaling.
 
     Source: Su et al., "RoFormer", 2021, equation 15; the scalings: transformers `modeling_rope_utils.py`.
     """
@@ -104,8 +103,8 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
         return _plain_frequencies(base, width) / factor, 1.0
     if kind == "dynamic" and width > 2:  # the one frequency of two channels is 1, whatever the base
         context = config.original_context
-        stretch = factor * max(length, context) / context - (factor - 1)
-        return _plain_frequencies(base * stretch ** (width / (width - 2)), width), 1.0
+        ratio = factor * max(length, context) / context - (factor - 1)
+        return _plain_frequencies(base * ratio ** (width / (width - 2)), width), 1.0
     if kind == "llama3":
         return _llama3_frequencies(config, width), 1.0
     if kind == "yarn":
@@ -116,10 +115,10 @@ def rotary_frequencies(config: ModelConfig, length: int, *, windowed: bool = Fal
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of each head's linear bias, any number of heads.
+    """The slope of each head's linear bias.
 
-    Source: Press et al., "Train short, test long", 2022, section 3; for other numbers than powers of two the rule of
-    the authors' code: the slopes of the next lower power, then every other slope of the next higher one.
+    Source: Press et al., "Train short, test long", 2022, section 3; if the number is no power of two, as in the
+    authors' code: the slopes of the next lower power, then every other slope of the next higher one.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2.0 ** (-8.0 * (head + 1) / power) for head in range(power)]
@@ -157,22 +156,22 @@ def _yarn_frequencies(config: ModelConfig, width: int) -> torch.Tensor:
     base, original = config.rotary_base, config.original_context
 
     def channel(rotations: float) -> float:
-        """The channel pair that makes this many rotations over the original context."""
+        """The index of the channel pair that makes this many rotations over the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = channel(config.rope_beta_fast), channel(config.rope_beta_slow)
     if config.yarn_correction_range_round_to_int:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
-    span = high - low if high > low else 0.001
-    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    length = high - low if high > low else 0.001
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / length).clamp(0, 1)
     periods = _periods(base, width)
     kept = 1 - ramp
     return 1.0 / (config.rope_scaling_factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def _longrope_frequencies(config: ModelConfig, width: int, length: int) -> torch.Tensor:
-    """Source: Ding et al., "LongRoPE", 2024; which list is used follows from the current length, as in Phi-3's code."""
+    """Source: Ding et al., "LongRoPE", 2024; the list of factors depends on the current length, as in Phi-3's code."""
     is_long = length > config.original_context
     divisors = torch.tensor(config.rope_long_factors if is_long else config.rope_short_factors, dtype=torch.float32)
     return 1.0 / (divisors * _periods(config.rotary_base, width))
@@ -182,5 +181,5 @@ def _longrope_factor(config: ModelConfig) -> float:
     if config.rope_attention_factor is not None:
         return config.rope_attention_factor
     original = config.original_context
-    stretch = config.max_position_embeddings / original
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    ratio = config.max_position_embeddings / original
+    return 1.0 if ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))

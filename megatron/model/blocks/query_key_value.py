@@ -1,4 +1,4 @@
-"""The projection to queries, keys and values, whose heads may share keys and values in groups, and to gates."""
+"""The fused projection to queries, keys and values, in groups of heads, and to gates."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from megatron.parallel.tensor.layers import ColumnParallelLinear
 
 
 class QueryKeyValue(ColumnParallelLinear):
-    """Projects hidden states to this rank's query heads, and to the keys and values that they use; with
-    `--attention-output-gate` also to as many gates as queries.
+    """Projects hidden states to this rank's query heads and to their keys and values; with `--attention-output-gate`
+    also to as many gates as queries.
 
     The rows of the weight are ordered [groups, (queries of the group, their gates, key, value), head size], Megatron's
     order, so that a rank holds whole groups. If the tensor-parallel size does not divide the groups (multi-query
     attention), the weight is replicated: each rank computes its own queries and all keys and values, and the ranks'
-    gradients are summed. With sequence parallelism the hidden states of all ranks are gathered: `[b, s/t, h]` to those
-    of s tokens.
+    gradients are summed. With sequence parallelism the hidden states `[b, s/t, h]` of all ranks are gathered.
 
-    Shapes: weight `[g/t, q + 2, d, h]` or `[g, q + 2, d, h]`, its first dimensions merged; q is a/g, twice that with
+    Shapes: weight `[g/t, q + 2, d, h]` or `[g, q + 2, d, h]`, its first dimensions merged; q is a/g, doubled with
         gates.
 
     Raises:
@@ -67,10 +66,10 @@ class QueryKeyValue(ColumnParallelLinear):
     def project(
         self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries of this rank's heads, keys and values: of its groups, or of all groups if they are not split; and the
-        heads' gates, if there are any.
+        """The queries of this rank's heads, the keys and values of its groups (of all groups if they are not split),
+        and the gates, if any.
 
-        Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, a/t, d]`, twice `[b, s, g/t or g, d]`, and `[b, s, a/t, d]`.
+        Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, a/t, d]`, two of `[b, s, g/t or g, d]`, and `[b, s, a/t, d]`.
 
         Args:
             batch: b.
@@ -88,7 +87,7 @@ class QueryKeyValue(ColumnParallelLinear):
         return query.flatten(2, 3), key.squeeze(3), value.squeeze(3), None
 
     def joint(self, hidden: torch.Tensor, bias: torch.Tensor | None, batch: int, splits_sequence: bool) -> torch.Tensor:
-        """Queries, gates, key and value of each of this rank's groups, which must be split, in one tensor.
+        """The queries, gates, key and value of each of this rank's groups in one tensor; the groups must be split.
 
         Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, g/t, q + 2, d]`.
         """
@@ -96,7 +95,7 @@ class QueryKeyValue(ColumnParallelLinear):
         return states.view(batch, -1, self.groups, self.group_rows, self.head_size)
 
     def expanded(self, states: torch.Tensor) -> torch.Tensor:
-        """Keys or values as this rank's heads use them, where the groups are not split.
+        """Selects and repeats the keys or values of replicated groups for this rank's heads.
 
         Shapes: `[b, s, g, d]` to `[b, s, n, d]`, where n divides this rank's number of heads.
         """
@@ -110,8 +109,8 @@ class QueryKeyValue(ColumnParallelLinear):
     def _project_replicated(
         self, hidden: torch.Tensor, batch: int, splits_sequence: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        weight = self._own_rows(copy_to(self.weight, self.axis))
-        bias = None if self.bias is None else self._own_rows(copy_to(self.bias, self.axis))
+        weight = self._local_rows(copy_to(self.weight, self.axis))
+        bias = None if self.bias is None else self._local_rows(copy_to(self.bias, self.axis))
         if splits_sequence:
             states = gathered_linear(hidden, weight, bias, self.axis, float8=self.float8)
         else:
@@ -122,26 +121,25 @@ class QueryKeyValue(ColumnParallelLinear):
         key, value, query, *gates = parts
         return query, key, value, gates[0] if gates else None
 
-    def _own_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Of the replicated weight or bias the rows of all keys and all values, then those of this rank's queries and
-        of their gates.
+    def _local_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """The rows of the replicated weight or bias for all keys, all values, this rank's queries and their gates.
 
         Shapes: `[g * (q + 2) * d, ...]` to `[(2g + q * g/t) * d, ...]`.
         """
         heads = self.query_dimension.local_size
         rows = values.unflatten(0, (-1, self.group_rows, self.head_size))
-        own = [
+        local = [
             part.flatten(0, 1).narrow(0, self.axis.rank * heads, heads)
             for part in rows[:, :-2].split(self.group_size, dim=1)
         ]
-        return torch.cat([rows[:, -2], rows[:, -1], *own]).flatten(0, 1)
+        return torch.cat([rows[:, -2], rows[:, -1], *local]).flatten(0, 1)
 
 
 class FusedHeads:
-    """Queries, keys and values of one projection, with their positions if those are rotary; gates, if there are any.
+    """Queries, keys and values of one fused projection, with rotary positions applied; gates, if any.
 
-    Compiled operations split and rotate what the projection returns in one pass; without rotary positions they join the
-    gradients of queries, keys and values with that of the bias.
+    Compiled operations split and rotate the projection's output in one pass; without rotary positions they fuse the
+    gradients of queries, keys, values and bias.
 
     Attributes:
         parts: see `HeadProjection`.
@@ -154,17 +152,17 @@ class FusedHeads:
             self.parts["q_layernorm"] = build_head_norm(config, mesh, qkv.query_dimension)
             self.parts["k_layernorm"] = build_head_norm(config, mesh, qkv.group_dimension)
         self.norms = tuple(self.parts.values())[1:]
-        is_rotary = config.is_rotary_layer(config.alike(layer))
+        is_rotary = config.is_rotary_layer(config.pattern_index(layer))
         self.rotary = Rotary(config, layer, mesh.kernels.rotary) if is_rotary else None
         is_plain = qkv.is_split and not self.norms and not qkv.is_gated
         self.is_fused = mesh.kernels.rotary is Implementation.CSRC and is_plain
         self.joins_gradients = self.is_fused and not is_rotary and qkv.head_size % 8 == 0
 
     def project(self, hidden: torch.Tensor, context: StepContext) -> tuple[Heads, torch.Tensor | None]:
-        """Shapes: `[b, s/t, h]` or `[b * s, h]` to `[b, a/t, s, d]`, twice `[b, g/t, s, d]`, and `[b, s, a/t, d]`."""
+        """Shapes: `[b, s/t, h]` or `[b * s, h]` to `[b, a/t, s, d]`, two of `[b, g/t, s, d]`, and `[b, s, a/t, d]`."""
         qkv, rotary = self.qkv, self.rotary
         batch, is_split = context.sample_ids.shape[0], context.splits_sequence
-        if self.is_fused and rotary is not None and context.caches is None:  # few tokens take fewer operations below
+        if self.is_fused and rotary is not None and context.caches is None:  # for few tokens the code below is faster
             joint = qkv.joint(hidden, qkv.bias, batch, is_split)
             return split_rotated(joint, *rotary.angles(context, joint.shape[1]), **rotary.options), None
         if self.joins_gradients and qkv.bias is not None and _joins_now(hidden):
@@ -181,10 +179,9 @@ class FusedHeads:
 
 
 def _joins_now(hidden: torch.Tensor) -> bool:
-    """Whether joining gradients is faster.
+    """True if joining gradients is faster.
 
-    Not in half precision on a CPU, where torch's operations take two thirds of the time, nor where torch.compile
-    traces.
+    In half precision on a CPU torch's operations take two thirds of the time; torch.compile cannot trace the join.
     """
     is_faster = hidden.is_cuda or hidden.dtype is torch.float32
     return is_faster and torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, with which weights, and the losses on that choice.
+"""The router of a mixture of experts: the choice of experts for each token, their weights, and the router's losses.
 
 Statistics of the routing are recorded with every training step under the names that `router_metric_sizes` lists.
 """
@@ -19,7 +19,7 @@ from megatron.model.interface.auxiliary import AuxiliaryLosses
 from megatron.model.interface.step_state import StepState
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.sequence.split import SequenceSplit
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import gather_from
 
 # Names of the recorded statistics. Each is summed over layers, micro-batches and ranks.
@@ -35,7 +35,7 @@ _SMALLEST_SUM = 1.0e-20
 
 
 class Routing(NamedTuple):
-    """The choice of experts; a tuple, so that ZeRO-3 finds the tensors whose gradients announce the router's turn.
+    """The choice of experts; a tuple, so that ZeRO-3 finds the tensors whose gradients trigger its hooks.
 
     Shapes: logits `[n, e]` float32 for n tokens and e experts; experts `[n, k]` int64; weights `[n, k]` float32.
     """
@@ -48,22 +48,22 @@ class Routing(NamedTuple):
 class Router(StepState):
     """Scores every expert for every token and chooses the best k, in float32 also in a half-precision network.
 
-    With groups, a token's experts lie in the few groups whose best ones have the largest sum of scores. With
-    --moe-router-enable-expert-bias, a bias is added to the scores that the choice goes by, not to the weights. After
-    every step it rises by a fixed rate for experts with fewer tokens than the mean over the global batch, and falls for
-    those with more: the load becomes even without a loss that works against the main one.
+    With groups, a token chooses only from the few groups whose best experts have the largest sum of scores. With
+    --moe-router-enable-expert-bias, a bias is added to the scores for the choice, but not to the weights. After every
+    step it rises by a fixed rate for experts with fewer tokens than the mean over the global batch, and falls for the
+    others: this balances the load without a loss that competes with the main one.
 
-    The matrix is replicated over the tensor-parallel axis. Its ranks see the same hidden states to the last bit, since
-    an all-reduce made them, and so choose the same experts. With sequence parallelism each scores its own tokens, and
+    The matrix is replicated over the tensor-parallel axis. Its ranks have bitwise equal hidden states, since those come
+    from an all-reduce, and so choose the same experts. With sequence parallelism each rank scores its own tokens, and
     the scores are gathered.
 
     Shapes: hidden `[b, s/t, h]` or `[n, h]`; weight `[e, h]`; bias, expert_bias and expert_shares `[e]`.
 
     Attributes:
-        bias: that of the logits, which is learned; None without --moe-router-bias.
-        expert_bias: the bias of the choice; None without.
-        expert_shares: the share of each expert in the choices of the last step, which the loss of the next one goes by
-            if it is for an even load of the global batch; else None.
+        bias: the learned bias of the logits; None without --moe-router-bias.
+        expert_bias: the bias of the scores for the choice; None without --moe-router-enable-expert-bias.
+        expert_shares: the share of each expert in the choices of the last step, used by the next step's loss if that
+            balances the global batch; otherwise None.
 
     Source: Shazeer et al., "Outrageously large neural networks", 2017, section 2.1 (without its noise); weights: Jiang
     et al., "Mixtral of experts", 2024, section 2.1 (softmax over the chosen); Fedus et al., "Switch transformers",
@@ -86,11 +86,11 @@ class Router(StepState):
         experts = Dimension("experts", config.experts_of(layer))
         dimensions, summed_over = (experts, Dimension("hidden", config.hidden_size)), (mesh.sequence_parallel,)
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=summed_over)
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.bias: nn.Parameter | None = None
         if config.moe_router_bias:
             of_bias = ShardSpec((experts,), summed_over=summed_over)
-            self.bias = place(nn.Parameter(torch.zeros(of_bias.local_shape, device=mesh.device)), of_bias)
+            self.bias = annotate(nn.Parameter(torch.zeros(of_bias.local_shape, device=mesh.device)), of_bias)
         self.register_buffer("expert_bias", None)
         self.register_buffer("expert_shares", None)
         zeros, of_experts = torch.zeros(experts.size, device=mesh.device), ShardSpec((experts,))
@@ -111,7 +111,7 @@ class Router(StepState):
 
     @torch.no_grad()
     def after_step(self, totals: Mapping[str, torch.Tensor], is_applied: torch.Tensor) -> None:
-        """Takes note of the load of a step."""
+        """Updates the bias and the shares by the load of a step."""
         counts = totals[self.counts_name]
         if self.expert_bias is not None:
             direction = (counts.mean() - counts).sign() * is_applied
@@ -121,11 +121,9 @@ class Router(StepState):
             self.expert_shares.copy_(torch.where(is_applied, shares, self.expert_shares))
 
     def _preferences(self, logits: torch.Tensor) -> torch.Tensor:
-        """What experts are chosen by: their scores, or the logits where these order alike, since a sigmoid close to 1
-        is rounded to ties. Shapes: `[n, e]` to the same.
-        """
+        """The values by which experts are chosen. Shapes: `[n, e]` to the same."""
         if self.expert_bias is None and self.groups is None:
-            return logits
+            return logits  # in the order of the scores, but without the ties of rounded sigmoids
         scores = logits
         if self.is_sigmoid:
             scores = logits.sigmoid()
@@ -149,37 +147,37 @@ class Router(StepState):
 
 
 def limited_to_groups(scores: torch.Tensor, groups: int, chosen: int, best: int) -> torch.Tensor:
-    """The scores of the experts in the best groups of each token, and -inf for the others.
+    """Sets the scores of experts outside a token's best groups to -inf.
 
-    A group is as good as the sum of its best experts' scores.
+    Groups are ranked by the sum of their best experts' scores.
 
     Shapes: `[n, e]` to the same.
 
     Args:
-        groups: groups of consecutive experts, of equal size.
-        chosen: how many of them a token chooses.
-        best: how many experts of a group count.
+        groups: number of groups of consecutive experts, of equal size.
+        chosen: number of groups per token.
+        best: number of experts per group that count.
 
     Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.2 (a group counts by its best expert); DeepSeek-AI,
     "DeepSeek-V3", 2024, section 2.1.2 (node-limited routing, several experts); NVIDIA Megatron-LM
     `megatron/core/transformer/moe/moe_utils.py`, `group_limited_topk`.
     """
     grouped = scores.unflatten(-1, (groups, -1))  # [n, g, e/g]
-    of_groups = grouped.topk(best, dim=-1).values.sum(dim=-1)  # [n, g]
-    is_open = torch.zeros_like(of_groups, dtype=torch.bool)
-    is_open.scatter_(-1, of_groups.topk(chosen, dim=-1).indices, True)
+    group_scores = grouped.topk(best, dim=-1).values.sum(dim=-1)  # [n, g]
+    is_open = torch.zeros_like(group_scores, dtype=torch.bool)
+    is_open.scatter_(-1, group_scores.topk(chosen, dim=-1).indices, True)
     return grouped.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How many tokens chose each expert.
+    """The number of tokens that chose each expert.
 
     Shapes: counts, dropped and last_shares `[e]`.
 
     Attributes:
-        counts: of this rank's tokens.
-        dropped: of these, how many the expert did not take; None without a capacity.
+        counts: number of this rank's tokens.
+        dropped: number of these that the expert dropped; None without a capacity.
         last_shares: see `Router.expert_shares`.
     """
 
@@ -191,14 +189,14 @@ class ExpertLoad:
 class RouterLosses:
     """The losses on the routing of one layer, and its statistics.
 
-    All are means over the tokens, padding and tokens without a loss included, for the router handles those like any
-    other. The load-balancing loss is a sum of products of two means: of the choices, which are constants for the
-    gradient, and of the probabilities. What both are taken over is the scope (--moe-aux-loss-scope):
+    All are means over the tokens, including padding and tokens without a loss, since the router handles them like any
+    others. The load-balancing loss is a sum of products of two means: of the choices, which are constants for the
+    gradient, and of the probabilities. Both are taken over the scope (--moe-aux-loss-scope):
 
-    * a micro-batch: the loss depends on how the global batch is cut into micro-batches, but not on the layout;
+    * a micro-batch: the loss depends on the micro-batch size, but not on the layout;
     * a sample: it depends on neither;
-    * the global batch: it depends on neither. A micro-batch cannot know the choices of those after it, so the loss of a
-      step goes by the choices of the step before, which are state and saved in checkpoints (at first, an even load).
+    * the global batch: it depends on neither. The choices of later micro-batches are not available yet, so the loss of
+      a step uses the choices of the step before, which are state and saved in checkpoints (initially an even load).
       Given these it is linear in the probabilities, so that the mean of the micro-batches' losses and gradients is
       exactly that of the global batch.
     """
@@ -238,14 +236,14 @@ class RouterLosses:
         samples: int,
         split: SequenceSplit | None,
     ) -> torch.Tensor:
-        """The load-balancing loss. It is linear in the probabilities, so that the mean over ranks that share samples is
-        that of the whole ones.
+        """The load-balancing loss; its mean over ranks that share samples is that of the whole samples, since it is
+        linear in the probabilities.
         """
         if load.last_shares is not None:
             return balance_loss(probabilities, load.last_shares)
         counts = load.counts
         if self.by_sample or not self.chooses_by_score:
-            # The loss is about the scores: neither the bias nor the limit to groups is for it to undo.
+            # Choices by scores alone: the loss must not work against the bias or the limit to groups.
             best = routing.experts if self.chooses_by_score else routing.logits.detach().topk(self.top_k).indices
             chosen = best.view(samples if self.by_sample else 1, -1)
             counts = counts.new_zeros(len(chosen), counts.numel())
@@ -281,7 +279,7 @@ def router_probabilities(logits: torch.Tensor, is_sigmoid: bool) -> torch.Tensor
 
 
 def balance_loss(probabilities: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss `e * sum_i(f_i * P_i)`: 1 if the load is even, `e / k` if k experts get every token.
+    """The load-balancing loss `e * sum_i(f_i * P_i)`: 1 for an even load, `e / k` if k experts get every token.
 
     `f_i` is the share of expert i in the n * k choices (constant), `P_i` its mean probability; for several samples, the
     mean of their losses.
@@ -312,17 +310,17 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
 
 
 def expert_tokens(layer: int) -> str:
-    """The name under which a layer records how many tokens each expert got. Shapes: the value is `[e]`."""
+    """The name under which a layer records its experts' numbers of tokens. Shapes: the value is `[e]`."""
     return f"{_EXPERT_TOKENS}.{layer}"
 
 
 def dropped_tokens(layer: int) -> str:
-    """The name under which a layer records how many tokens that chose each expert it did not take."""
+    """The name under which a layer records its experts' numbers of dropped tokens."""
     return f"{_DROPPED_TOKENS}.{layer}"
 
 
 def layers_of(metrics: Collection[str]) -> list[int]:
-    """The layers that have recorded the tokens of their experts, in order."""
+    """The layers that have recorded the tokens of their experts, sorted."""
     prefix = f"{_EXPERT_TOKENS}."
     return sorted(int(name.removeprefix(prefix)) for name in metrics if name.startswith(prefix))
 

@@ -31,12 +31,12 @@ class _Branch(NamedTuple):
     """One of the two branches of a block.
 
     Attributes:
-        inner_norm: the norm of its input.
+        inner_norm: norm of the input.
         layer: attention or feed-forward.
-        outer_norm: the norm of its output before the residual addition, if any.
-        site: its dropout site.
-        bias_joins: whether its bias is added together with dropout and the residual.
-        last: its last product, if the compiled norm of the sum with the residual can add the bias of that.
+        outer_norm: norm of the output before the residual addition, if any.
+        site: dropout site.
+        bias_joins: True if the bias is added together with dropout and the residual.
+        last: the last product, if the compiled norm of the sum with the residual can add its bias.
     """
 
     inner_norm: LayerNorm | RMSNorm | NoNorm
@@ -50,18 +50,18 @@ class _Branch(NamedTuple):
 class TransformerBlock(nn.Module):
     """Block `index` of the network.
 
-    With `--checkpoint-activations` only the block's input is kept, and the block is recomputed during backward. No
-    random state needs saving, because the dropout mask is a function of (seed, layer, sample, position). Each block is
-    recomputed separately. With `--distribute-saved-activations` each tensor-parallel rank keeps its share of the input,
-    and the whole is gathered twice, in forward and for the recomputation.
+    With `--checkpoint-activations` only the block's input is kept, and each block is recomputed during backward. No
+    random state needs saving, because dropout masks are functions of (seed, layer, sample, position). With
+    `--distribute-saved-activations` each tensor-parallel rank keeps its share of the input, which is gathered twice, in
+    forward and for the recomputation.
 
     The outer norms follow attention and feed-forward, or with `--norm-placement post` the residual additions.
 
     Shapes: `[b, s, h]` to the same; with sequence parallelism this rank's tokens, `[b, s/t, h]`.
 
     Attributes:
-        leaves_sum: whether it can leave its last addition to the norm of the next layer.
-        takes_sum: whether its first norm does so for the layer before it.
+        leaves_sum: True if it can leave its last addition to the next layer's norm.
+        takes_sum: True if its first norm can do the last addition of the layer before it.
     """
 
     leaves_sum = True
@@ -86,7 +86,7 @@ class TransformerBlock(nn.Module):
         self.pre_mlp_layernorm = build_hidden_norm(config, mesh) if has_inner else NoNorm()
         self.mlp = Experts(config, mesh, index) if config.has_experts(index) else FeedForward(config, mesh)
         self.post_mlp_layernorm = build_hidden_norm(config, mesh) if has_outer else NoNorm()
-        # Where nothing lies between a branch and its residual, the compiled operation adds the bias of the branch too.
+        # With nothing between a branch and its residual, the compiled operation adds the branch's bias, too.
         meets = not has_outer or self.norms_residual
         joins = mesh.kernels.dropout_add is Implementation.CSRC and meets
         is_normed = mesh.kernels.norm is Implementation.CSRC and meets and self.adds_in_norm
@@ -118,27 +118,27 @@ class TransformerBlock(nn.Module):
         """Runs the block, with recomputation in backward if the context requires it.
 
         Args:
-            leaves_sum: whether the result may be a sum that was not computed yet.
+            leaves_sum: return the last residual addition uncomputed, if possible.
         """
-        given = as_sum(hidden, context)
+        inputs = as_sum(hidden, context)
         result: ResidualSum
-        if self._program is not None and self.training:  # what is scored or generated has any length
-            self.self_attention.prepare(given[0], context)
-            result = self._as_one(self._program, total(*given), context), None, None
+        if self._program is not None and self.training:  # not for scoring and generation, whose lengths vary
+            self.self_attention.prepare(inputs[0], context)
+            result = self._as_one(self._program, total(*inputs), context), None, None
         elif context.recompute is not Recompute.NONE and self._recomputes(context):
-            result = self._as_one(self._run, total(*given), context), None, None
+            result = self._as_one(self._run, total(*inputs), context), None, None
         else:
-            result = self._run_sum(*given, context, is_normed=leaves_sum)
+            result = self._run_sum(*inputs, context, is_normed=leaves_sum)
         return result if leaves_sum else context.by_sample(total(*result))
 
     def _recomputes(self, context: StepContext) -> bool:
-        wants = context.recompute is Recompute.BLOCKS or context.recompute is Recompute.SPLIT_BLOCKS
-        return wants and self.training and torch.is_grad_enabled()
+        is_enabled = context.recompute in (Recompute.BLOCKS, Recompute.SPLIT_BLOCKS)
+        return is_enabled and self.training and torch.is_grad_enabled()
 
     def _as_one(
         self, run: Callable[[torch.Tensor, StepContext], torch.Tensor], hidden: torch.Tensor, context: StepContext
     ) -> torch.Tensor:
-        """`_run`, or the program made of it, which leaves no sum; recomputed if the context requires it."""
+        """Calls `_run` or its compiled program, recomputed in backward if the context requires it."""
         if not self._recomputes(context):
             return run(hidden, context)
         if context.recompute is Recompute.BLOCKS:
@@ -151,9 +151,9 @@ class TransformerBlock(nn.Module):
         return checkpoint(run_gathered, part, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def compile_for(self, seed: int, device: torch.device, backend: str = "inductor") -> None:
-        """Has torch.compile make one program of the block for training, at its first use with each shape.
+        """Compiles the block for training with torch.compile, at its first use with each shape.
 
-        Blocks that differ in nothing but their weights share a program.
+        Blocks that differ only in their weights share a program.
 
         Args:
             seed: seed of dropout.
@@ -177,7 +177,7 @@ class TransformerBlock(nn.Module):
         """Runs the block.
 
         Args:
-            is_normed: whether a norm takes the sum.
+            is_normed: True if a norm consumes the resulting sum.
         """
         attention, feed_forward = self._attention, self._feed_forward
         if self.norms_residual:
@@ -203,7 +203,7 @@ class TransformerBlock(nn.Module):
         *,
         is_normed: bool = True,
     ) -> ResidualSum:
-        """The residual and what a branch makes of its normed inputs."""
+        """Runs a branch; returns its output with the residual."""
         drops = self.training and self.dropout > 0
         if branch.bias_joins and drops:
             return branch.layer(inputs, context, partial(self._add, residual, branch.site, context)), None, None

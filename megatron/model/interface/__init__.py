@@ -1,4 +1,4 @@
-"""What every layer and every network agrees on: descriptions of layers, the context they get, caches, auxiliary losses.
+"""The interface of layers and networks: descriptions of layers, their context, caches and auxiliary losses.
 
 No layer lives here; `blocks/` and the networks are built on it.
 """

@@ -1,8 +1,8 @@
 """Auxiliary losses that layers add to the objective, such as the load-balancing loss of a mixture of experts.
 
-A layer attaches its loss to the hidden states that it returns: forward leaves them unchanged, and backward gives the
-loss its gradient. An auxiliary loss thus works in any pipeline stage and under activation recomputation, and is never
-sent along with the activations.
+A layer attaches its loss to the hidden states that it returns: forward leaves them unchanged, and backward passes the
+loss its gradient. An auxiliary loss thus works in any pipeline stage and with activation recomputation, and is never
+sent between stages.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch
 
 
 class AuxiliaryLosses:
-    """The losses that this rank's layers added for one micro-batch.
+    """The losses of this rank's layers for one micro-batch.
 
     Args:
-        backward_scale: factor by which the engine multiplies the loss of a micro-batch before backward: the fp16 loss
-            scale divided by the number of micro-batches. `[]` if it is a tensor.
+        backward_scale: the engine's factor of a micro-batch's loss before backward: the fp16 loss scale divided by the
+            number of micro-batches. `[]` if it is a tensor.
     """
 
     def __init__(self, backward_scale: float | torch.Tensor = 1.0) -> None:
@@ -34,7 +34,7 @@ class AuxiliaryLosses:
         return _Attach.apply(hidden, loss, self.backward_scale)
 
     def record(self, name: str, layer: int, value: torch.Tensor) -> None:
-        """Records a value, such as a statistic, that adds nothing to the objective.
+        """Records a value that is not part of the objective, such as a statistic.
 
         The step sums it over micro-batches and ranks if the objective lists it as a metric.
         """

@@ -1,4 +1,4 @@
-"""Key-value caches for generating token by token: what attention asks of them, and their two forms."""
+"""Key-value caches for generation: their interface for attention, and its two implementations."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Layer = tuple[torch.Tensor, torch.Tensor]
 
 
 class CachedText(NamedTuple):
-    """What some consecutive queries may attend to: the keys and values of their text, whose last ones are their own.
+    """The keys and values of a text for its new queries, which are at the last positions.
 
-    Shapes: keys and values `[b, g/t, k, d]`; of latent attention the latents, in one head of keys, and no values.
+    Shapes: keys and values `[b, g/t, k, d]`; with latent attention the latents as one head of keys, and no values.
 
     Attributes:
-        queries: how many places along s belong to this text.
-        prefix: how many of its first keys the queries before them may attend to as well.
+        queries: number of this text's tokens along s.
+        prefix: number of its first tokens that attend to each other in both directions.
     """
 
     queries: int
@@ -30,15 +30,15 @@ class CachedText(NamedTuple):
 
 
 class KeyValueCaches(Protocol):
-    """The keys and values that the layers of this rank have computed for earlier tokens."""
+    """The keys and values of earlier tokens in this rank's layers."""
 
     @property
     def length(self) -> int:
-        """The position of the next token; 0 where texts of different lengths share a batch, which has positions."""
+        """The position of the next token; 0 if the batch holds texts of different lengths and has `position_ids`."""
         ...
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[CachedText]:
-        """Adds the new tokens of one layer; returns the texts that their queries belong to, in the order along s.
+        """Appends one layer's new tokens; returns the texts of the queries, in the order along s.
 
         Shapes: keys and values `[b, g/t, s, d]`.
 
@@ -54,7 +54,7 @@ class BatchCaches:
     Shapes: keys and values of a layer `[b, g/t, capacity, d]`; their memory is allocated at the first append.
 
     Args:
-        capacity: the most tokens of a text.
+        capacity: most tokens of a text.
         prefix: as in `TextCache`.
     """
 
@@ -66,11 +66,11 @@ class BatchCaches:
 
     @property
     def length(self) -> int:
-        """Tokens of each text so far; to be asked between two steps."""
+        """Tokens of each text so far; valid between two steps."""
         return max(self._lengths.values(), default=0)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[CachedText]:
-        """Adds the new tokens of one layer to all texts.
+        """Appends one layer's new tokens to all texts.
 
         Raises:
             ConfigError: the caches are full.
@@ -91,7 +91,7 @@ class BatchCaches:
         return (CachedText(keys.shape[2], all_keys[:, :, :stop], all_values[:, :, :stop], self.prefix),)
 
     def truncate(self, length: int) -> None:
-        """Drops all but the first `length` tokens."""
+        """Keeps only the first `length` tokens."""
         self._lengths = {layer: min(length, before) for layer, before in self._lengths.items()}
 
     def select(self, rows: torch.Tensor) -> None:
@@ -104,16 +104,16 @@ class BatchCaches:
 
 @dataclass
 class TextCache:
-    """The caches of one text, in memory that grows by blocks: at most one block of a text is not in use.
+    """The caches of one text, in memory that grows by blocks: less than one block is unused.
 
-    The blocks of a layer are contiguous, so that attention reads them where they lie; growing copies them, which at
-    the usual lengths costs little compared with reading them for every token.
+    The blocks of a layer are contiguous, so that attention reads them in place; growing copies them, which at usual
+    lengths costs little compared with reading them for every token.
 
     Shapes: keys and values of a layer `[1, g/t, capacity, d]`.
 
     Args:
         block_tokens: tokens of a block.
-        prefix: how many of its first tokens attend to each other in both directions; they come in one step.
+        prefix: number of first tokens that attend to each other in both directions; they must come in one step.
     """
 
     block_tokens: int
@@ -126,7 +126,7 @@ class TextCache:
         return sum(part.numel() * part.element_size() for layer in self._layers.values() for part in layer)
 
     def extended(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> CachedText:
-        """Writes the new tokens of one layer after the `length` tokens; `length` stays until all layers have theirs.
+        """Writes one layer's new tokens after the first `length`, which `advance` changes once all layers have written.
 
         Shapes: keys and values `[1, g/t, s, d]`.
         """
@@ -144,20 +144,20 @@ class TextCache:
         return CachedText(count, all_keys.narrow(2, 0, stop), all_values.narrow(2, 0, stop), self.prefix)
 
     def clear(self) -> None:
-        """Forgets all tokens and frees their memory."""
+        """Removes all tokens and frees their memory."""
         self.length = 0
         self._layers.clear()
 
 
 @dataclass(frozen=True)
 class MixedCaches:
-    """The caches of several texts of different lengths, whose new tokens follow each other along s in a batch of 1.
+    """The caches of texts of different lengths, whose new tokens are concatenated along s in a batch of 1.
 
-    Nothing is padded, and every text is attended to by itself: its numbers do not depend on the others.
+    Nothing is padded, and each text is attended to separately: its results do not depend on the others.
 
     Attributes:
         texts: the texts in order.
-        counts: how many new tokens each has.
+        counts: number of new tokens of each.
     """
 
     texts: Sequence[TextCache]
@@ -165,18 +165,18 @@ class MixedCaches:
 
     @property
     def length(self) -> int:
-        """0: the tokens have positions of their own."""
+        """0: the context has `position_ids`."""
         return 0
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Sequence[CachedText]:
-        """Adds the new tokens of one layer to their texts."""
+        """Appends one layer's new tokens to their texts."""
         if len(self.texts) == 1:
             return (self.texts[0].extended(layer, keys, values),)
         parts = zip(self.texts, keys.split(list(self.counts), 2), values.split(list(self.counts), 2), strict=True)
-        return [text.extended(layer, own_keys, own_values) for text, own_keys, own_values in parts]
+        return [text.extended(layer, new_keys, new_values) for text, new_keys, new_values in parts]
 
     def advance(self) -> None:
-        """Counts the new tokens, after all layers have appended theirs."""
+        """Counts the new tokens, once all layers have appended theirs."""
         for text, count in zip(self.texts, self.counts, strict=True):
             text.length += count
 
@@ -187,7 +187,7 @@ def _allocated(like: torch.Tensor, capacity: int) -> torch.Tensor:
 
 
 def _grown(like: torch.Tensor, held: torch.Tensor | None, capacity: int, length: int) -> torch.Tensor:
-    """Memory for `capacity` tokens with the first `length` of what was held."""
+    """Memory for `capacity` tokens, with the first `length` copied from `held`."""
     grown = _allocated(like, capacity)
     if held is not None and length:
         grown.narrow(2, 0, length).copy_(held.narrow(2, 0, length))

@@ -1,4 +1,4 @@
-"""What a layer costs: parameters and operations, known without building it and without torch."""
+"""The cost of a layer in parameters and operations, without building it and without torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TokenWork:
-    """What a run computes for a token.
+    """The work of a run per token.
 
     Attributes:
-        pairs: how many tokens it attends to.
-        head_share: in how many of all tokens it passes through the head.
+        pairs: number of tokens that a token attends to.
+        head_share: share of the tokens that pass through the head.
     """
 
     pairs: int = 0
@@ -36,5 +36,5 @@ class LayerCost:
     flops_per_token_pair: int = 0
 
     def flops(self, pairs: int) -> int:
-        """Forward FLOPs of a token that attends to so many."""
+        """Forward FLOPs of a token that attends to `pairs` tokens."""
         return self.flops_per_token + self.flops_per_token_pair * pairs

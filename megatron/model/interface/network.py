@@ -24,7 +24,7 @@ from megatron.model.interface.step_state import named_states, states_of
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
-# Programs that torch.compile may make of the code of blocks: for training and evaluation, shapes and kinds of layers.
+# Most programs that torch.compile may make of a block: by mode, shapes and kind of layer.
 MOST_PROGRAMS = 64
 
 
@@ -40,7 +40,7 @@ class LayerKind(Enum):
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The description of a layer, which only the ranks that own it build.
+    """The description of a layer, built only by the ranks that own it.
 
     Args:
         name: global name; parameters are named `<name>.<name inside the module>`.
@@ -48,10 +48,9 @@ class LayerSpec:
         cost: parameters and FLOPs.
         build: builds the module, with all matrices zero. The module maps hidden states (the first layer: the
             micro-batch's inputs) and a `StepContext` to hidden states (the last layer: outputs).
-        tied_to: the layer whose weight this one shares as its `weight`; other parameters are its own. If both are on
-            the same rank, that weight is passed to `build` as `weight`, as is the copy of another layer that shares it;
-            otherwise `build` creates a copy.
-        complete_spec: completes the spec of a parameter, given its global name: initial values and learning rate.
+        tied_to: the layer whose weight is shared as this one's `weight`. If this rank has that layer, or another one
+            with a copy of its weight, it is passed to `build` as `weight`; otherwise `build` creates a copy.
+        complete_spec: adds initial values and learning rate to the spec of a parameter, given its global name.
     """
 
     name: str
@@ -67,9 +66,9 @@ class LayerStack(nn.Module):
 
     Args:
         specs: the layers in order.
-        seed: seed of the initial parameter values; None leaves the matrices zero, for weights to be loaded.
-        build: builds a layer from its spec and shared weight, for callers that must do more than `build_layer`.
-        initial_values: the implementation that draws them; the values do not depend on it.
+        seed: seed of the initial parameter values; None leaves the matrices zero, if weights are loaded later.
+        build: replaces `build_layer`, for callers that must do more.
+        initial_values: the implementation that draws the values, which do not depend on it.
     """
 
     def __init__(
@@ -102,16 +101,16 @@ class LayerStack(nn.Module):
         ]
 
     def forward(self, inputs: Any, context: StepContext, layers: range | None = None) -> torch.Tensor:
-        """Runs the layers. A block leaves its last addition to the norm of the next layer, where that computes both.
+        """Runs the layers. A block leaves its last addition to the next layer's norm, if that can compute both.
 
         Args:
             inputs: hidden states; for the first layer of a network, the micro-batch's inputs.
-            layers: places of the consecutive layers that run; None for all.
+            layers: indices of the consecutive layers to run; None for all.
         """
         layers = range(len(self._layers)) if layers is None else layers
-        for place in layers:
-            _, layer = self._layers[place]
-            leaves_sum = self._leaves_sum[place] and place + 1 < layers.stop
+        for index in layers:
+            _, layer = self._layers[index]
+            leaves_sum = self._leaves_sum[index] and index + 1 < layers.stop
             inputs = layer(inputs, context, leaves_sum=True) if leaves_sum else layer(inputs, context)
         return inputs  # type: ignore[no-any-return]
 
@@ -122,10 +121,10 @@ class LayerStack(nn.Module):
         yield from self._layers
 
     def compile_blocks(self, seed: int, device: torch.device, backend: str) -> None:
-        """Has torch.compile make a program of each block, see `TransformerBlock.compile_for`.
+        """Compiles each block, see `TransformerBlock.compile_for`.
 
         Raises:
-            ConfigError: a block has no such method.
+            ConfigError: a block lacks this method.
         """
         products.prepare_for_compiler()
         torch._dynamo.config.recompile_limit = max(MOST_PROGRAMS, torch._dynamo.config.recompile_limit)
@@ -159,7 +158,7 @@ class LayerStack(nn.Module):
         return _shared_weight(self.layer(name), name)
 
     def stored_tensors(self) -> Iterator[torch.Tensor]:
-        """What a checkpoint holds of this rank's layers: their parameters, then their state."""
+        """The tensors of this rank's layers in a checkpoint: their parameters, then their state."""
         yield from self.parameters()
         yield from states_of(self)
 
@@ -169,16 +168,16 @@ class LayerStack(nn.Module):
 
 
 def build_layer(spec: LayerSpec, shared: nn.Parameter | None = None) -> nn.Module:
-    """Builds a layer, with its shared weight if that is on this rank."""
+    """Builds a layer, with its shared weight if this rank has it."""
     return spec.build() if shared is None else spec.build(weight=shared)
 
 
 def name_parameters(spec: LayerSpec, module: nn.Module, shared: nn.Parameter | None = None) -> None:
-    """Sets the global name of every parameter and state (`parameter.global_name`) and completes the shard spec of the
+    """Sets the global name of every parameter and state (`parameter.global_name`) and completes the shard specs of the
     parameters; a tied copy gets the original's name.
 
     Args:
-        shared: the weight of another layer on this rank, which has its name already.
+        shared: the weight of another layer on this rank, which is already named.
     """
     for inner, state in named_states(module):
         state.global_name = f"{spec.name}.{inner}"  # type: ignore[attr-defined]
@@ -194,7 +193,7 @@ def name_parameters(spec: LayerSpec, module: nn.Module, shared: nn.Parameter | N
 
 
 def parameter_names(specs: Sequence[LayerSpec]) -> list[str]:
-    """The global names of all parameters of a network, each once; the layers are built without memory."""
+    """The global names of all parameters of a network, each once; the layers are built on the meta device."""
     names: dict[str, None] = {}
     for spec in specs:
         with torch.device("meta"):
@@ -213,7 +212,7 @@ def draw_initial_values(
     """Draws the initial values of the matrices of a named module; norms and biases keep theirs.
 
     Args:
-        shared: the weight of another layer, which has its values already.
+        shared: the weight of another layer, which already has its values.
     """
     for parameter in module.parameters():
         spec = shard_spec_of(parameter)

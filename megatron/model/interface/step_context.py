@@ -1,4 +1,4 @@
-"""What layers need besides the hidden states: sample ids, positions, attention mask, caches and recomputation.
+"""The inputs of layers besides hidden states: sample ids, positions, attention mask, caches and recomputation.
 
 A `StepContext` is built once per micro-batch and stage and is immutable. It is converted to tensors only between
 pipeline stages.
@@ -24,17 +24,17 @@ Shared = TypeVar("Shared")
 
 _ALONE = Axis.single("tp")
 
-# The fields of a context that only some networks have, in the order in which they pass from stage to stage.
+# The optional tensors of a context, in the order of passing from stage to stage.
 OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted", "tokens")
 
-# Those that attention reads whole where ranks share the samples.
+# The tensors of whole samples, even if ranks share the samples, since attention reads them.
 WHOLE_TENSORS = ("segment_ids", "prefix_mask")
 
 
 class Recompute(Enum):
-    """What is recomputed during backward instead of keeping its activations.
+    """The modules that are recomputed during backward instead of keeping their activations.
 
-    `SPLIT_BLOCKS` splits the inputs of the blocks, which are kept, over the tensor-parallel ranks.
+    `SPLIT_BLOCKS` splits the kept inputs of the blocks over the tensor-parallel ranks.
     """
 
     NONE = "none"
@@ -44,9 +44,9 @@ class Recompute(Enum):
 
 
 class MaskKind(Enum):
-    """What a token may attend to: all earlier tokens, or the earlier tokens of its own document.
+    """The tokens that a token may attend to: all earlier ones, or the earlier ones of its document.
 
-    Later ones are hidden by the layers of networks that are not bidirectional.
+    In bidirectional networks, the later ones as well.
     """
 
     CAUSAL = "causal"
@@ -59,8 +59,8 @@ class TextPart:
 
     Attributes:
         count: number of tokens.
-        first: position of the first one in its text.
-        text_length: the length that rotary frequencies go by where they depend on it: all tokens that are known.
+        first: position of the first token in its text.
+        text_length: number of tokens so far, for rotary frequencies that depend on the length.
     """
 
     count: int
@@ -70,45 +70,43 @@ class TextPart:
 
 @dataclass(frozen=True)
 class StepContext:
-    """What the layers know about a micro-batch.
+    """The context of a micro-batch for the layers.
 
-    Where ranks share its samples, s is what this rank computes on; segment_ids and prefix_mask are of the whole
-    samples, since attention reads them.
+    If ranks share its samples, s counts this rank's tokens; segment_ids and prefix_mask cover the whole samples, since
+    attention reads them.
 
     Shapes: sample_ids `[b]` int64; segment_ids, position_ids, token_types and tokens `[b, s]` int64; prefix_mask
     `[b, s]` bool; predicted `[b, m]` int64.
 
     Attributes:
         sample_ids: index of each sample in the sample order of the run; together with the seed it determines dropout.
-        known_first_sample: the first sample id if the host knows it; `first_sample` reads it otherwise.
+        known_first_sample: the first sample id, if the host has it; otherwise `first_sample` reads it from the device.
         seed: seed of dropout.
         position_offset: position of the first token in its sequence (after cached tokens, or in a later part of the
             sequence).
         position_ids: the positions; None if they are consecutive from `position_offset`.
         segment_ids: document number of each token; None if documents are not separated.
-        mask: what a token may attend to.
-        prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None if a token is
-            only seen by later ones.
-        token_types: which of the segments of its sample each token belongs to; None in networks without token types.
+        mask: the tokens that a token may attend to.
+        prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None for none.
+        token_types: index of each token's segment in its sample; None in networks without token types.
         predicted: the positions for which a masked language model computes outputs; None for all.
-        tokens: the tokens of the samples, for layers beyond the first that look tokens up; None if there are none.
-        recompute: what is recomputed during backward.
-        explicit_attention: whether attention keeps its probabilities where one fused call would do.
-        factored_logits: whether the head returns the factors of the logits instead of their product.
-        holds_parameters: whether parameters are there between the calls of their modules; with ZeRO-3 they are not.
-        sequence_parallel: the ranks over which the tokens of hidden states are split between matrix products; all other
-            tensors of the context are of whole sequences.
+        tokens: the tokens of the samples, if layers beyond the first look them up; otherwise None.
+        recompute: the modules that are recomputed during backward.
+        explicit_attention: True if attention keeps its probabilities instead of using a fused kernel.
+        factored_logits: True if the head returns the factors of the logits instead of their product.
+        holds_parameters: True if parameters persist between the calls of their modules; with ZeRO-3 they do not.
+        sequence_parallel: the axis over which the tokens of hidden states are split between matrix products; all other
+            tensors of the context cover whole sequences.
         caches: keys and values of earlier tokens; None outside generation.
-        drops_tokens: whether experts with a capacity drop tokens, so that a sample depends on those beside it.
-        split: how ranks share the samples; None if this rank computes on all of their tokens.
-        texts: the texts whose new tokens follow each other along s, in a batch of 1 with `position_ids`; empty if every
+        drops_tokens: True if experts with a capacity drop tokens, so that samples of a batch affect each other.
+        split: the division of samples over ranks; None if this rank computes on all tokens.
+        texts: the texts whose new tokens are concatenated along s, in a batch of 1 with `position_ids`; empty if every
             row is one text.
-        auxiliary: collects the losses that layers add.
+        auxiliary: collects the losses of layers.
         shared: tensors that several layers use, such as masks and rotation angles; see `once`.
         kept: tensors that all micro-batches of the same settings use; see `once_for_all`.
-        splits_sequence: whether hidden states between matrix products are of a part of the tokens along s:
-            `[b, s/t, h]`.
-        bounds_attention: whether tokens do not simply attend to all earlier ones, or in both directions to all.
+        splits_sequence: True if hidden states between matrix products are split along s: `[b, s/t, h]`.
+        bounds_attention: True unless tokens attend to all earlier tokens, or in both directions to all.
     """
 
     sample_ids: torch.Tensor
@@ -144,27 +142,26 @@ class StepContext:
 
     @cached_property
     def first_sample(self) -> int:
-        """The first sample id; on a GPU the host waits for it, once, where it was not known."""
+        """The first sample id; unless known to the host, reading it synchronizes with a GPU once."""
         return int(self.sample_ids[0]) if self.known_first_sample is None else self.known_first_sample
 
     def once(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
-        """The value that `compute` returned for `key` in the first layer that asked for it."""
+        """The value for `key`, computed by the first layer that needs it."""
         if key not in self.shared:
             self.shared[key] = compute()
         return self.shared[key]  # type: ignore[no-any-return]
 
     def once_for_all(self, key: Hashable, compute: Callable[[], Shared]) -> Shared:
-        """The value that `compute` returned for `key` in the first micro-batch of the same settings that asked for it.
+        """The value for `key`, computed in the first micro-batch of these settings that needs it.
 
-        A constant of the host belongs here: a copy to a GPU makes the host wait, and cannot be part of a CUDA graph.
+        Constants of the host belong here: copying them to a GPU synchronizes, and cannot be part of a CUDA graph.
         """
         if key not in self.kept:
             self.kept[key] = compute()
         return self.kept[key]  # type: ignore[no-any-return]
 
     def positions(self, length: int) -> torch.Tensor | None:
-        """The place in its sample of each of the `length` tokens along s; None if they are consecutive from
-        `position_offset`.
+        """The positions in their sample of the `length` tokens along s; None if consecutive from `position_offset`.
 
         Shapes: `[s]` or `[b, s]` int64.
         """
@@ -173,35 +170,35 @@ class StepContext:
             return None
 
         def compute() -> torch.Tensor:
-            places = split.places(length * split.size, _on_host(self.segment_ids))
+            positions = split.positions(length * split.size, _on_host(self.segment_ids))
             device = self.sample_ids.device
-            return torch.from_numpy(places).to(device) if len(places) > 1 else _ranges(places[0], device)
+            return torch.from_numpy(positions).to(device) if len(positions) > 1 else _ranges(positions[0], device)
 
         return self.once(("positions", length), compute)
 
     def by_sample(self, states: torch.Tensor) -> torch.Tensor:
-        """States of tokens, sample after sample, that are a matrix or are divided by samples already, so divided.
+        """Restores the dimension of samples of states that may be a matrix with a row per token.
 
         Shapes: `[b * s, h]` or `[b, s, h]` to `[b, s, h]`.
         """
         return states if states.dim() == 3 else states.view(self.sample_ids.shape[0], -1, states.shape[-1])
 
-    def own_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values for the tokens along s those for hidden states. Shapes: `[..., s]` to `[..., s/t]`."""
+    def local_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Selects the values of this rank's hidden states. Shapes: `[..., s]` to `[..., s/t]`."""
         axis = self.sequence_parallel
         return values if axis.size == 1 else values.chunk(axis.size, dim=-1)[axis.rank]
 
     def first_position(self, length: int) -> int:
-        """The position of the first of `length` tokens of hidden states, if those are consecutive."""
+        """The position of the first of `length` consecutive tokens of hidden states."""
         return self.position_offset + self.sequence_parallel.rank * length
 
     def hidden_positions(self, length: int) -> torch.Tensor | None:
-        """As `positions`, of `length` tokens of hidden states. Shapes: `[s/t]` or `[b, s/t]` int64."""
+        """As `positions`, for `length` tokens of hidden states. Shapes: `[s/t]` or `[b, s/t]` int64."""
         positions = self.positions(length * self.sequence_parallel.size)
-        return None if positions is None else self.own_tokens(positions)
+        return None if positions is None else self.local_tokens(positions)
 
     def positions_needed(self, length: int) -> int:
-        """One more than the last position of the samples, of which this micro-batch has `length` tokens along s."""
+        """The length of the samples, with `length` tokens along s in this micro-batch."""
         if self.texts:
             return max(part.first + part.count for part in self.texts)
         return self.position_offset + length * (1 if self.split is None else self.split.size)
@@ -219,22 +216,19 @@ class StepSettings:
 
     Args:
         seed: seed of dropout.
-        recompute: what is recomputed during backward.
-        restart_positions: whether positions restart at 0 in every document (`--reset-position-ids`).
-        mask: what a token may attend to (`--reset-attention-mask`).
-        has_prefixes: whether every micro-batch has a prefix mask.
-        has_token_types: whether every micro-batch has token types.
-        has_predicted: whether every micro-batch names the positions to predict.
-        has_tokens: whether contexts have the tokens.
+        recompute: see `StepContext`.
+        restart_positions: positions restart at 0 in every document (`--reset-position-ids`).
+        mask: see `StepContext` (`--reset-attention-mask`).
+        has_prefixes: every micro-batch has a prefix mask.
+        has_token_types: every micro-batch has token types.
+        has_predicted: every micro-batch has the positions to predict.
+        has_tokens: contexts have the tokens.
         dtype: dtype of activations.
         hidden_size: width of the hidden states.
-        explicit_attention: whether attention keeps its probabilities (`--no-fused-attention`).
-        factored_logits: whether the head returns `FactoredLogits`, for objectives that never hold the logits.
-        holds_parameters: see `StepContext`.
-        drops_tokens: see `StepContext`.
-        split: how ranks share the samples; None if each rank computes on whole ones.
-        sequence_parallel: the ranks over which the tokens of hidden states are split; see `StepContext`.
-        kept: what their contexts share; see `StepContext.once_for_all`.
+        explicit_attention: see `StepContext` (`--no-fused-attention`).
+        factored_logits: the head returns `FactoredLogits`, for objectives that never hold the logits.
+        holds_parameters, drops_tokens, split, sequence_parallel: see `StepContext`.
+        kept: the tensors that all contexts share; see `StepContext.once_for_all`.
     """
 
     seed: int = 0
@@ -259,10 +253,12 @@ class StepSettings:
         """The shape of hidden states between blocks, on one rank.
 
         Raises:
-            ValueError: nobody has said how wide they are.
+            ValueError: `hidden_size` is not set.
         """
         if not self.hidden_size:
-            raise ValueError("a pipeline needs StepSettings.hidden_size, the width of what its ranks send each other")
+            raise ValueError(
+                "a pipeline requires StepSettings.hidden_size, the width of the hidden states that ranks exchange"
+            )
         return samples, tokens // self.sequence_parallel.size, self.hidden_size
 
     @property
@@ -303,8 +299,8 @@ class StepSettings:
         Shapes: as in `StepContext`.
 
         Args:
-            first_sample: the first sample id, if the host knows it; reading it from a GPU would synchronize.
-            caches: the micro-batch's tokens follow those already in them.
+            first_sample: the first sample id, if the host has it; reading it from a GPU would synchronize.
+            caches: the caches that the micro-batch's tokens continue.
             backward_scale: see `AuxiliaryLosses`.
         """
         separate = self.mask is MaskKind.DOCUMENTS and segment_ids is not None
@@ -312,10 +308,8 @@ class StepSettings:
         if self.restart_positions and segment_ids is not None:
             position_ids = restarted_positions(segment_ids)
             if self.split is not None:
-                places = self.split.places(segment_ids.shape[1], _on_host(segment_ids))
-                position_ids = position_ids.gather(
-                    1, torch.from_numpy(places).to(segment_ids).expand(len(segment_ids), -1)
-                )
+                local = torch.from_numpy(self.split.positions(segment_ids.shape[1], _on_host(segment_ids)))
+                position_ids = position_ids.gather(1, local.to(segment_ids).expand(len(segment_ids), -1))
         return StepContext(
             sample_ids=sample_ids,
             known_first_sample=first_sample,
@@ -359,21 +353,21 @@ def restarted_positions(segment_ids: torch.Tensor) -> torch.Tensor:
     Shapes: `[b, s]` to `[b, s]` int64.
     """
     index = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand_as(segment_ids)
-    begins = torch.zeros_like(segment_ids, dtype=torch.bool)
-    begins[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return index - index.masked_fill(~begins, 0).cummax(dim=1).values
+    starts = torch.zeros_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return index - index.masked_fill(~starts, 0).cummax(dim=1).values
 
 
-def _ranges(places: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Places that lie in a few ranges, as a tensor that is computed where it is used: a copy would have the host wait.
+def _ranges(positions: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Builds positions from their few ranges on the device: copying them from the host would synchronize.
 
-    Shapes: places `[n]`; result `[n]` int64.
+    Shapes: positions `[n]`; result `[n]` int64.
     """
-    ranges = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-    made = [torch.arange(int(each[0]), int(each[-1]) + 1, device=device) for each in ranges]
-    return made[0] if len(made) == 1 else torch.cat(made)
+    ranges = np.split(positions, np.flatnonzero(np.diff(positions) != 1) + 1)
+    tensors = [torch.arange(int(one[0]), int(one[-1]) + 1, device=device) for one in ranges]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def _on_host(segment_ids: torch.Tensor | None) -> np.ndarray | None:
-    """Segment ids as numpy reads them; the host waits for a GPU."""
+    """Segment ids as a numpy array; synchronizes with a GPU."""
     return None if segment_ids is None else segment_ids.cpu().numpy()

@@ -1,6 +1,6 @@
-"""State of a network that no gradient trains: tensors that a module updates once a step from what its layers recorded.
+"""State of a network besides parameters: tensors that a module updates once a step from recorded statistics.
 
-It is part of a checkpoint under its global name, like a parameter, and equal on all ranks that hold the module.
+It is saved in checkpoints under its global name, like a parameter, and equal on all ranks that hold the module.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from megatron.parallel.shard_spec import ShardSpec
 
 
 class StepState(nn.Module):
-    """A module with such state, which stays in float32 in a half-precision network, undivided by ZeRO."""
+    """A module with such state, which stays in float32 in a half-precision network and is not partitioned by ZeRO."""
 
     def add_state(self, name: str, values: torch.Tensor, spec: ShardSpec, *, is_optional: bool = False) -> None:
         """Adds a state tensor as the attribute `name`.
 
         Args:
-            is_optional: whether it keeps its value where a checkpoint lacks it.
+            is_optional: keep the initial value if a checkpoint lacks it.
         """
-        state = values.float()  # DeepSpeed's ZeRO 3 makes all new tensors of the network's dtype
+        state = values.float()  # DeepSpeed's ZeRO-3 creates all tensors in the network's dtype
         state.shard_spec, state.is_optional = spec, is_optional  # type: ignore[attr-defined]
         self.register_buffer(name, state)
 
@@ -35,8 +35,8 @@ class StepState(nn.Module):
         Shapes: is_applied `[]` bool.
 
         Args:
-            totals: what the layers recorded, by name, summed over the global batch; equal on all ranks.
-            is_applied: whether the update of the step was applied; nothing may change if not.
+            totals: the recorded statistics by name, summed over the global batch; equal on all ranks.
+            is_applied: True if the optimizer's update was applied; otherwise nothing may change.
         """
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> nn.Module:
@@ -61,7 +61,7 @@ def states_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def named_states(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same with their names in the module."""
+    """The state tensors with their names in the module."""
     for path, inner in module.named_modules():
         if isinstance(inner, StepState):
             for name, state in inner.named_buffers(recurse=False):

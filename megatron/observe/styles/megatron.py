@@ -16,7 +16,7 @@ import math
 
 from megatron.checkpoint.saving import MEGATRON_LINES
 from megatron.objective.metric import StepMetrics
-from megatron.observe.console import Moment, perplexity
+from megatron.observe.console import LogPosition, perplexity
 from megatron.observe.names import NAMES, named
 from megatron.observe.quantities import duration
 
@@ -25,7 +25,7 @@ LOSS_TAGS: tuple[str, str] | None = None
 _LOSS_PLACE = 1 + list(NAMES).index("lm_loss")  # in the line; what stands before it is always there
 
 
-def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
     """The line of a log interval, including its leading blank."""
     fields = [f" iteration {metrics.value('iteration'):8d}/{metrics.value('train_iterations'):8d}"]
     fields += [field for field, _ in named(metrics, "line")]
@@ -35,12 +35,12 @@ def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
         fields.append(f"TFLOPs: {_teraflops(metrics.value('teraflops_per_device'))}")
     if metrics.value("model_flops_utilization_ratio") is not None:
         fields.append(f"MFU: {metrics.value('model_flops_utilization_ratio'):.1%}")
-    if moment.seconds_left is not None:
-        fields.append(f"ETA: {duration(moment.seconds_left)}")
+    if position.seconds_left is not None:
+        fields.append(f"ETA: {duration(position.seconds_left)}")
     return [" | ".join(fields) + " |"]
 
 
-def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
     """The result of one evaluation between two lines of dashes.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from megatron.checkpoint.manifest import folder_name
 from megatron.checkpoint.saving import SaveLines
 from megatron.objective.metric import StepMetrics
-from megatron.observe.console import Moment, perplexity, shown_loss
+from megatron.observe.console import LogPosition, perplexity, shown_loss
 from megatron.observe.quantities import duration, short_count
 
 SAVE_LINES = SaveLines(
@@ -18,7 +18,7 @@ SAVE_LINES = SaveLines(
 LOSS_TAGS: tuple[str, str] | None = None
 
 
-def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
+def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
     """The line of a log interval."""
     value = metrics.value
     fields = [f"step {value('iteration')}/{value('train_iterations')}", f"loss {shown_loss(value('lm_loss'), '.4f')}"]
@@ -29,12 +29,12 @@ def iteration_lines(metrics: StepMetrics, moment: Moment) -> list[str]:
     fields += [f"rate {value('learning_rate'):.2e}", f"{short_count(value('tokens_per_second'))} tokens/s"]
     if value("skipped_iterations"):
         fields.append(f"{value('skipped_iterations')} skipped")
-    if moment.seconds_left is not None:
-        fields.append(f"{duration(moment.seconds_left)} left")
+    if position.seconds_left is not None:
+        fields.append(f"{duration(position.seconds_left)} left")
     return [" | ".join(fields)]
 
 
-def evaluation_lines(group: str, prefix: str, loss: float, moment: Moment) -> list[str]:
+def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
     """The result of one evaluation."""
-    place = f"step {moment.step}/{moment.train_iterations}"
+    place = f"step {position.step}/{position.train_iterations}"
     return [f"{place} | {group} loss {loss:.4f} | perplexity {perplexity(loss):.2f}"]

@@ -1,9 +1,9 @@
-"""Tokens on their way to the experts that they chose, wherever these are, and back.
+"""Token dispatch: sends tokens to their experts on any rank, and combines the results.
 
-A rank sorts its rows by expert, so that they lie in the order of the ranks that hold the experts; ranks exchange the
-rows, and each sorts what arrives by its own experts. If no token is dropped, ranks first tell each other how many rows
-each expert gets, and the host reads these counts, once a layer and pass. If experts have a capacity, every rank sends
-as many rows to each expert, filled or not, and the host reads nothing.
+A rank sorts its rows by expert, which is the order of the ranks that hold the experts; ranks exchange the rows, and
+each sorts the received rows by its own experts. In dropless mode, ranks first exchange the number of rows for each
+expert, and the host reads these counts, once per layer and pass. If experts have a capacity, every rank sends the same
+number of rows to each expert, filled or not, and the host reads nothing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from megatron.parallel.mesh import Axis
 
 @dataclass(frozen=True)
 class Dispatch(ABC):
-    """The way of one micro-batch's tokens to the experts of this rank and back: `start`, `arrived`, `combined`.
+    """The dispatch of one micro-batch in one layer: `start`, then `arrived`, then `combined`.
 
     Attributes:
-        order: this rank's pairs of token and choice by expert, of all ranks' experts.
-        exchange: how many rows go to each rank and come from each.
+        order: this rank's (token, choice) pairs sorted by expert, over the experts of all ranks.
+        exchange: the exchange of rows with the other ranks.
     """
 
     order: ExpertOrder
@@ -33,26 +33,26 @@ class Dispatch(ABC):
 
     @staticmethod
     def of(experts: torch.Tensor, count: int, axis: Axis, slots: Slots | None = None) -> Dispatch:
-        """The way for the chosen experts; collective over the axis.
+        """The dispatch to the chosen experts; collective over the axis.
 
         Args:
-            experts: of all experts of the layer, those that each token chose.
-            count: number of experts.
+            experts: the experts that each token chose, numbered over all ranks.
+            count: number of experts in the layer.
             axis: the ranks that hold different experts, equally many each, in order.
-            slots: the places of the choices in experts with a capacity, the same on all ranks; None without one.
+            slots: the slots of the choices, if experts have a capacity, which is the same on all ranks.
 
         Shapes: experts `[n, k]` int64.
         """
         order = ExpertOrder.of(experts, count, slots)
-        return EvenDispatch(order, RowExchange(axis)) if slots is not None else DroplessDispatch.along(order, axis)
+        return CapacityDispatch(order, RowExchange(axis)) if slots is not None else DroplessDispatch.along(order, axis)
 
     def start(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Begins to send tokens to their experts. Shapes: `[n, h]` to rows of h."""
+        """Starts to send tokens to their experts. Shapes: `[n, h]` to `[rows, h]`."""
         return self.exchange.start(self.order.spread(tokens))
 
     def arrived(self, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Waits; takes the result of `start` to the rows for this rank's experts, and one past the last row of each,
-        None if all have as many.
+        """Waits for the rows of this rank's experts, sent by `start`; also returns one past the last row of each, or
+        None if all have the same number.
 
         Shapes: rows `[r, h]`; ends `[e/p]` int64 for p ranks.
         """
@@ -60,9 +60,9 @@ class Dispatch(ABC):
         return rows if self.exchange.is_idle else self._by_expert(rows), self._ends
 
     def combined(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sends what the experts computed back, and adds up each token's rows with its `kept_weights`.
+        """Sends the experts' outputs back, and sums each token's rows with its `kept_weights`.
 
-        Shapes: rows as they arrived, weights `[n, k]` to `[n, h]`.
+        Shapes: rows as in `arrived`, weights `[n, k]`; result `[n, h]`.
         """
         back = self.exchange.back()
         rows = back.arrived(back.start(rows if self.exchange.is_idle else self._by_source(rows)))
@@ -74,28 +74,28 @@ class Dispatch(ABC):
 
     @abstractmethod
     def _by_expert(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sorts rows that lie by source and expert by expert and source."""
+        """Reorders rows from (source, expert) to (expert, source)."""
 
     @abstractmethod
     def _by_source(self, rows: torch.Tensor) -> torch.Tensor:
-        """The converse."""
+        """The inverse of `_by_expert`."""
 
 
 @dataclass(frozen=True)
 class DroplessDispatch(Dispatch):
-    """Every token reaches all the experts that it chose.
+    """Every token reaches all of its experts.
 
     Attributes:
-        places: where the rows that arrive lie once they are sorted; None where nothing is exchanged.
-        ends: one past the last sorted row of each of this rank's experts; None as well.
+        sorting: the permutation of received rows to the order of experts; None if nothing is exchanged.
+        ends: one past the last sorted row of each of this rank's experts; None if nothing is exchanged.
     """
 
-    places: Permutation | None = None
+    sorting: Permutation | None = None
     ends: torch.Tensor | None = None
 
     @classmethod
     def along(cls, order: ExpertOrder, axis: Axis) -> DroplessDispatch:
-        """The way for an order of rows; collective over the axis."""
+        """The dispatch for an order of rows; collective over the axis."""
         if axis.size == 1:
             return cls(order, RowExchange(axis))
         counts = exchanged_counts(order.counts, axis)  # [p, e/p]
@@ -103,22 +103,22 @@ class DroplessDispatch(Dispatch):
             sent = received = [order.positions.numel() // axis.size] * axis.size
         else:
             sent, received = torch.stack([order.counts.view_as(counts).sum(dim=1), counts.sum(dim=1)]).tolist()
-        places = Permutation.by_expert(counts, sum(received))
-        return cls(order, RowExchange(axis, sent, received), places, counts.sum(dim=0).cumsum(dim=0))
+        sorting = Permutation.by_expert(counts, sum(received))
+        return cls(order, RowExchange(axis, sent, received), sorting, counts.sum(dim=0).cumsum(dim=0))
 
     @property
     def _ends(self) -> torch.Tensor | None:
         return self.order.ends if self.ends is None else self.ends
 
     def _by_expert(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.places is None else self.places.apply(rows)
+        return rows if self.sorting is None else self.sorting.apply(rows)
 
     def _by_source(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.places is None else self.places.inverse().apply(rows)
+        return rows if self.sorting is None else self.sorting.inverse().apply(rows)
 
 
-class EvenDispatch(Dispatch):
-    """Every rank sends as many rows to each expert."""
+class CapacityDispatch(Dispatch):
+    """Every rank sends the same number of rows to each expert."""
 
     def _by_expert(self, rows: torch.Tensor) -> torch.Tensor:
         ranks, experts = self.exchange.axis.size, len(self.order.counts)
@@ -131,13 +131,13 @@ class EvenDispatch(Dispatch):
 
 @dataclass(frozen=True)
 class Permutation:
-    """Another order of rows.
+    """A permutation of rows.
 
     Shapes: both `[r]` int64.
 
     Attributes:
-        sources: the old row of every new one.
-        targets: the new row of every old one.
+        sources: the old index of every new row.
+        targets: the new index of every old row.
     """
 
     sources: torch.Tensor
@@ -145,7 +145,7 @@ class Permutation:
 
     @classmethod
     def by_expert(cls, counts: torch.Tensor, total: int) -> Permutation:
-        """From rows by source and expert to rows by expert and source.
+        """The permutation from (source, expert) to (expert, source).
 
         Args:
             total: the sum of the counts.
@@ -159,11 +159,11 @@ class Permutation:
         return cls(sources, targets)
 
     def inverse(self) -> Permutation:
-        """The order before."""
+        """The inverse permutation."""
         return Permutation(self.targets, self.sources)
 
     def apply(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows in the new order. Shapes: `[r, h]` to the same."""
+        """Returns the rows in the new order. Shapes: `[r, h]` to the same."""
         return _Permuted.apply(rows, self)  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
-"""Rows that ranks exchange all to all, with something else to compute while they are on their way.
+"""All-to-all exchange of rows that overlaps with computation.
 
-The message is begun by one function of the graph and awaited by another. The backward pass goes through them the other
-way round: what awaited the rows begins the message with their gradients, and what began it awaits these. Whatever is
-computed between the two in the forward pass has its derivatives computed between them, too.
+One autograd function starts the message, another waits for it. In the backward pass their roles are swapped: the second
+starts the message with the gradients, the first waits for it. Computation between the two in the forward pass has its
+backward pass between them, too.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from megatron.parallel.messages import wait_for
 
 @dataclass
 class RowExchange:
-    """One exchange between the ranks of an axis: this rank's rows lie in the order of their destinations, and arrive in
-    the order of their sources.
+    """One exchange between the ranks of an axis; rows are sent in the order of destinations and arrive in the order of
+    sources.
 
     Attributes:
-        sent: how many rows go to each rank; None if the same number goes to all.
-        received: how many come from each rank; None as well.
+        sent: number of rows sent to each rank; None if equal for all.
+        received: number of rows received from each rank; None if equal for all.
     """
 
     axis: Axis
     sent: Sequence[int] | None = None
     received: Sequence[int] | None = None
     _work: dist.Work | None = field(default=None, init=False)
-    _tensors: tuple[torch.Tensor, ...] = field(default=(), init=False)  # on their way: sent, arriving
+    _tensors: tuple[torch.Tensor, ...] = field(default=(), init=False)  # in transit: sent, arriving
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nobody to exchange rows with."""
+        """True if the axis has no other ranks."""
         return self.axis.size == 1
 
     def start(self, rows: torch.Tensor) -> torch.Tensor:
-        """Begins to send rows; the result is what `arrived` is to be called with. Shapes: `[m, ...]` to the same."""
+        """Starts to send rows; returns the argument for `arrived`. Shapes: `[m, ...]` to the same."""
         return rows if self.is_idle else _Start.apply(rows, self)  # type: ignore[no-any-return]
 
     def arrived(self, sent: torch.Tensor) -> torch.Tensor:
@@ -48,11 +48,11 @@ class RowExchange:
         return sent if self.is_idle else _Arrived.apply(sent, self)  # type: ignore[no-any-return]
 
     def back(self) -> RowExchange:
-        """The exchange that takes as many rows from each rank as this one gave it."""
+        """The exchange in the opposite direction."""
         return RowExchange(self.axis, self.received, self.sent)
 
     def begin(self, rows: torch.Tensor, *, reverse: bool = False) -> torch.Tensor:
-        """Begins to send rows, or the gradients of what arrived; the result is complete after `finish`."""
+        """Starts to send rows, or gradients in the opposite direction; the result is complete after `finish`."""
         sent, received = (self.received, self.sent) if reverse else (self.sent, self.received)
         rows = rows.contiguous()
         arriving = torch.empty_like(rows) if received is None else rows.new_empty(sum(received), *rows.shape[1:])
@@ -62,7 +62,7 @@ class RowExchange:
         return arriving
 
     def finish(self) -> torch.Tensor:
-        """Waits for the rows that `begin` returned; only this waiting is timed."""
+        """Waits for the rows that `begin` returned; only this wait is timed."""
         if self._work is not None:
             wait_for([self._work], self.axis)
         arrived = self._tensors[-1]
@@ -71,7 +71,7 @@ class RowExchange:
 
 
 def exchanged_counts(counts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """How many rows each rank sends to each expert of this one, from how many this one sends to each expert of all.
+    """Exchanges row counts: from rows sent to each expert, to rows received from each rank for each local expert.
 
     Shapes: `[e]` int64 to `[p, e/p]`, by source, for p ranks.
     """

@@ -1,4 +1,4 @@
-"""The (token, choice) pairs of a rank sorted by expert, and the way there and back."""
+"""The (token, choice) pairs of a rank sorted by expert, and the conversion of tokens to this order and back."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class Slots:
-    """The place of each choice among the tokens that its expert takes.
+    """The slot of each choice in its expert.
 
-    Shapes: places `[n, k]` int64.
+    Shapes: indices `[n, k]` int64.
 
     Attributes:
-        places: from 0; `capacity` for a choice that is dropped.
-        capacity: places of every expert.
+        indices: from 0; `capacity` for a dropped choice.
+        capacity: number of slots of every expert.
     """
 
-    places: torch.Tensor
+    indices: torch.Tensor
     capacity: int
 
     @property
     def kept(self) -> torch.Tensor:
-        """Which choices are not dropped. Shapes: `[n, k]` bool."""
-        return self.places < self.capacity
+        """True for choices that are not dropped. Shapes: `[n, k]` bool."""
+        return self.indices < self.capacity
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class ExpertOrder:
         n*k rows, or with a capacity c of every expert e*c.
 
     Attributes:
-        tokens: the token of every sorted row; any for a row that no token fills.
-        positions: the sorted row of every pair; any for a pair that is dropped.
-        counts: how many tokens choose each expert.
+        tokens: the token of every sorted row; arbitrary for an unfilled row.
+        positions: the sorted row of every pair; arbitrary for a dropped pair.
+        counts: number of tokens that chose each expert.
         ends: one past the last row of every expert; None if all have the same number.
-        kept: which pairs are not dropped; None if all are kept.
+        kept: True for pairs that are not dropped; None if none is dropped.
     """
 
     tokens: torch.Tensor
@@ -64,9 +64,9 @@ class ExpertOrder:
     @classmethod
     def _of_slots(cls, experts: torch.Tensor, counts: torch.Tensor, slots: Slots) -> ExpertOrder:
         kept, rows = slots.kept, len(counts) * slots.capacity
-        positions = experts * slots.capacity + slots.places
+        positions = experts * slots.capacity + slots.indices
         numbers = torch.arange(len(experts), device=experts.device).unsqueeze(1).expand_as(experts)
-        tokens = experts.new_zeros(rows + 1)  # one more, for all that are dropped
+        tokens = experts.new_zeros(rows + 1)  # the last one receives all dropped pairs
         tokens[torch.where(kept, positions, rows)] = numbers
         return cls(tokens[:rows], torch.where(kept, positions, 0), counts, None, kept)
 
@@ -84,7 +84,7 @@ class ExpertOrder:
         return _Spread.apply(tokens, self)  # type: ignore[no-any-return]
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Adds up each token's rows with their weights, in float32, those of `kept_weights`.
+        """Sums each token's rows, weighted by `kept_weights`, in float32.
 
         Shapes: `[rows, h]` and `[n, k]` to `[n, h]`.
         """
@@ -92,7 +92,7 @@ class ExpertOrder:
 
 
 class _Spread(torch.autograd.Function):
-    """Backward gathers and adds in a fixed order, where the backward pass of an index would add atomically."""
+    """Its backward pass adds in a fixed order, while indexing's own would add atomically."""
 
     @staticmethod
     def forward(ctx, tokens, order):  # type: ignore[no-untyped-def]
@@ -132,9 +132,9 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
         rows, weights = ctx.saved_tensors
         order = ctx.order
-        of_rows = gradient.index_select(0, order.tokens)  # [rows, h]
-        products = (of_rows * rows).sum(dim=-1, dtype=weights.dtype)
-        # a row that no token fills has the weight 0, and so has a dropped pair, wherever it is added
+        row_gradients = gradient.index_select(0, order.tokens)  # [rows, h]
+        products = (row_gradients * rows).sum(dim=-1, dtype=weights.dtype)
+        # unfilled rows get the weight 0; dropped pairs have the weight 0, so their arbitrary positions do no harm
         sorted_weights = torch.zeros_like(products).scatter_add_(0, order.positions.flatten(), weights.flatten())
-        of_rows.mul_(sorted_weights.unsqueeze(1))
-        return of_rows, products[order.positions], None
+        row_gradients.mul_(sorted_weights.unsqueeze(1))
+        return row_gradients, products[order.positions], None

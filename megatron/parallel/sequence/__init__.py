@@ -1,5 +1,5 @@
-"""Sequences that are divided over ranks: who has which tokens, and attention between them.
+"""Sequences split over ranks: the tokens of each rank, and attention between them.
 
-Every rank computes on some positions of a sample; only attention needs others. Ulysses exchanges positions for heads
-around it, and in a ring keys and values travel from rank to rank.
+Every rank computes on some positions of a sample; only attention needs the others. Ulysses exchanges positions for
+heads before and after attention; in a ring, keys and values are passed from rank to rank.
 """

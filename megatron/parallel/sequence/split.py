@@ -1,4 +1,4 @@
-"""Which tokens of a sample each rank computes on."""
+"""The split of samples over the ranks of a sequence."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron.errors import DataError
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.messages import all_reduce_sum
 
-_MOST_BLOCKS = 64  # of a rank, where documents make the work uneven
-_EVEN_ENOUGH = 1.03  # the most work of a rank, relative to the mean
+_MOST_BLOCKS = 64  # of a rank, if documents make the work uneven
+_EVEN_ENOUGH = 1.03  # accepted ratio of the largest work of a rank to the mean
 
 
 @dataclass(frozen=True)
 class SequenceSplit:
-    """How the tokens of each sample are divided over ranks.
+    """The split of each sample's tokens over ranks.
 
-    First over the ranks of the ring, in parts of equal length that cost attention about equally much; then each part
-    over the ranks of Ulysses in consecutive pieces.
+    The ranks of the ring get parts of equal length and about equal attention cost; the ranks of Ulysses get consecutive
+    shards of each part.
 
     Args:
-        ring: the ranks between which keys and values travel.
+        ring: the ranks that pass keys and values around.
         ulysses: the ranks that exchange positions for heads.
-        causal: whether tokens attend to earlier ones only, so that a later token costs more.
-        by_document: whether they attend to their own document only.
-        window: how many tokens they attend to at most, themselves included; None for any number. Where layers differ,
-            that of the layer that sees most, whose work is the most.
+        causal: tokens attend only to earlier ones, so a later token costs more.
+        by_document: tokens attend only to their own document.
+        window: the most tokens that a token attends to, itself included; None for any number. If layers differ, the
+            largest.
     """
 
     ring: Axis
@@ -44,18 +44,18 @@ class SequenceSplit:
     def of(
         cls, mesh: ParallelMesh, *, causal: bool, by_document: bool, window: int | None = None
     ) -> SequenceSplit | None:
-        """The split that the axes of a mesh make; None if no rank shares a sequence with another."""
+        """The split over the axes of a mesh; None if ranks share no sequences."""
         if mesh.cp.size * mesh.sp.size == 1:
             return None
         return cls(mesh.cp, mesh.sp, causal, by_document, window)
 
     @property
     def size(self) -> int:
-        """The ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.ring.size * self.ulysses.size
 
     def padded(self, length: int, within: int = 1) -> int:
-        """The length to which samples are padded so that they can be divided, each rank's part over `within` more."""
+        """The length that samples are padded to: divisible by the split, and each rank's part by `within`."""
         unit = math.lcm(length_unit(self.ring.size, self.ulysses.size, causal=self.causal), self.size * within)
         return -(-length // unit) * unit
 
@@ -64,12 +64,12 @@ class SequenceSplit:
         return all_reduce_sum(all_reduce_sum(counts.clone(), self.ring), self.ulysses)
 
     def parts(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
-        """The places of the tokens of each rank of the ring, ascending.
+        """The positions of the tokens of each rank of the ring, ascending.
 
-        A causal sample is cut into twice as many blocks as there are ranks, of which a rank gets an early and a late
-        one; where documents or a window make the work uneven, into more.
+        A causal sample is cut into two blocks per rank, an early and a late one, or into more if documents or a window
+        make the work uneven.
 
-        Shapes: segment_ids `[b, s]`; result int64 `[b, ring, s/ring]`, b = 1 if the samples are all divided alike.
+        Shapes: segment_ids `[b, s]`; result int64 `[b, ring, s/ring]`, b = 1 if all samples are split alike.
 
         Raises:
             DataError: the length cannot be divided.
@@ -87,22 +87,22 @@ class SequenceSplit:
             segment_ids = np.zeros((1, length), np.int64)
         return np.stack([balanced_parts(_visible_tokens(row, self.window), ranks) for row in segment_ids])
 
-    def places(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
-        """The places of this rank's tokens. Shapes: as of `parts`; result int64 `[b or 1, s/size]`."""
+    def positions(self, length: int, segment_ids: np.ndarray | None = None) -> np.ndarray:
+        """The positions of this rank's tokens. Shapes: as in `parts`; result int64 `[b or 1, s/size]`."""
         part = self.parts(length, segment_ids)[:, self.ring.rank]
         return np.split(part, self.ulysses.size, axis=1)[self.ulysses.rank]
 
 
 def length_unit(ring: int, ulysses: int, *, causal: bool) -> int:
-    """What the length of a sample must be a multiple of; a ring cuts `causal` ones into two blocks a rank."""
+    """The number that the length of a sample must be a multiple of; a ring cuts causal ones into two blocks a rank."""
     return math.lcm(2 * ring if causal and ring > 1 else ring, ring * ulysses)
 
 
 def balanced_parts(work: np.ndarray, ranks: int) -> np.ndarray:
-    """Divides tokens into parts of equal length and nearly equal work: blocks, the costliest first, go to the rank with
-    the least work that has room. There are no more blocks than it takes.
+    """Divides tokens into parts of equal length and nearly equal work, with as few blocks as possible.
 
-    Two blocks a rank of a plain causal sample make its usual split: rank i gets the blocks i and 2 * ranks - 1 - i.
+    Blocks, the costliest first, go to the rank with the least work that has room. With two blocks a rank, a causal
+    sample gets the usual zigzag split: blocks i and 2 * ranks - 1 - i for rank i.
 
     Shapes: work `[s]`, of each token; result int64 `[ranks, s/ranks]`, ascending.
     """
@@ -124,7 +124,7 @@ def balanced_parts(work: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _owners(blocks: Sequence[int] | np.ndarray, ranks: int, each: int) -> np.ndarray:
-    """The rank that each block goes to, `each` of them to every rank. Shapes: `[blocks]` to the same."""
+    """The rank of each block, with `each` blocks for every rank. Shapes: `[blocks]` to the same."""
     owners = np.zeros(len(blocks), np.int64)
     loads = [(0, 0, rank) for rank in range(ranks)]  # work, blocks, rank
     for block in np.argsort(-np.asarray(blocks), kind="stable"):
@@ -137,8 +137,8 @@ def _owners(blocks: Sequence[int] | np.ndarray, ranks: int, each: int) -> np.nda
 
 
 def _visible_tokens(segment_ids: np.ndarray, window: int | None) -> np.ndarray:
-    """How many tokens of its document each token sees. Shapes: `[s]` to the same."""
-    places = np.arange(len(segment_ids))
-    begins = np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]])
-    visible = places - np.maximum.accumulate(np.where(begins, places, 0)) + 1
+    """Number of tokens that each token sees. Shapes: `[s]` to the same."""
+    positions = np.arange(len(segment_ids))
+    is_first = np.concatenate([[True], segment_ids[1:] != segment_ids[:-1]])
+    visible = positions - np.maximum.accumulate(np.where(is_first, positions, 0)) + 1
     return visible if window is None else np.minimum(visible, window)

@@ -1,4 +1,4 @@
-"""Which blocks of queries and keys a rank of a ring computes: only those in which something is visible."""
+"""The tiles of queries and keys that a rank of a ring computes; tiles without visible pairs are skipped."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 128, 1024  # tokens along each side of a block
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries of a rank, and keys of it or another one, of consecutive places in what each has.
+    """A range of a rank's queries, and a range of the keys of the same or another rank.
 
     Attributes:
         row: the sample; None for all samples.
-        causal: each query sees the keys up to its own; otherwise all of them, or as `biased` says.
-        biased: whether distances decide what is visible, or how much it counts.
+        causal: each query sees the keys up to its own; otherwise all of them, unless `biased`.
+        biased: a bias depends on distances, or hides some pairs.
     """
 
     row: int | None
@@ -29,20 +29,20 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that are computed."""
+        """Number of (query, key) pairs that are computed."""
         queries, keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """What a token sees.
+    """The tokens that a token attends to.
 
     Attributes:
-        bidirectional: whether it sees later tokens.
-        window: how many tokens it sees, itself included; None for all.
-        sloped: whether scores depend on distances (ALiBi).
-        in_blocks: whether a block's scores are held, so that blocks are to be small.
+        bidirectional: it sees later tokens.
+        window: number of tokens that it sees, itself included; None for all.
+        sloped: scores depend on distances (ALiBi).
+        in_blocks: the scores of a block are materialized, so blocks must be small.
     """
 
     bidirectional: bool = False
@@ -52,19 +52,19 @@ class Visibility:
 
     @property
     def block(self) -> int | None:
-        """The most tokens along a side of a tile; None for any number."""
+        """Maximum side of a tile in tokens; None without a limit."""
         if self.window is not None:
             return min(max(self.window, _SMALLEST_BLOCK), _LARGEST_BLOCK)
         return _LARGEST_BLOCK if self.sloped or self.in_blocks else None
 
 
 @dataclass(frozen=True)
-class _Span:
-    """Consecutive places of one document that lie next to each other in what a rank has."""
+class _Run:
+    """Consecutive positions of one document that are contiguous among a rank's tokens."""
 
     start: int
     stop: int
-    first: int  # place in the sample
+    first: int  # position in the sample
     document: int
 
     @property
@@ -75,7 +75,7 @@ class _Span:
 def tiles_of(parts: np.ndarray, segment_ids: np.ndarray | None, rank: int, seen: Visibility) -> list[list[Tile]]:
     """The tiles of a rank of the ring for the keys of each rank.
 
-    Those for its own keys come before all others of the same queries, and every query is in one: it sees itself.
+    Every query is in a tile of the rank's own keys, which comes before other tiles of the same query.
 
     Shapes: parts `[b or 1, ranks, n]`, segment_ids `[b, s]` int64, or None if documents are not separated.
     """
@@ -86,36 +86,39 @@ def tiles_of(parts: np.ndarray, segment_ids: np.ndarray | None, rank: int, seen:
         rows = list(range(len(segment_ids)))
     tiles: list[list[Tile]] = [[] for _ in range(ranks)]
     for row in rows:
-        of_row = parts[0 if len(parts) == 1 or row is None else row]
-        documents = np.zeros(of_row.size, np.int64) if segment_ids is None else segment_ids[row or 0]
-        spans = [_spans(places, documents[places], seen.block) for places in of_row]
+        of_ranks = parts[0 if len(parts) == 1 or row is None else row]
+        documents = np.zeros(of_ranks.size, np.int64) if segment_ids is None else segment_ids[row or 0]
+        runs = [_runs(positions, documents[positions], seen.block) for positions in of_ranks]
         for source in range(ranks):
-            tiles[source] += _tiles(row, spans[rank], spans[source], seen, is_own=source == rank)
+            tiles[source] += _tiles(row, runs[rank], runs[source], seen, is_same_rank=source == rank)
     return tiles
 
 
-def _spans(places: np.ndarray, documents: np.ndarray, block: int | None) -> list[_Span]:
-    begins = (np.diff(places) != 1) | (np.diff(documents) != 0)
+def _runs(positions: np.ndarray, documents: np.ndarray, block: int | None) -> list[_Run]:
+    is_edge = (np.diff(positions) != 1) | (np.diff(documents) != 0)
     if block is not None:
-        begins |= np.diff(places // block) != 0
-    edges = [0, *(np.flatnonzero(begins) + 1).tolist(), len(places)]
-    return [_Span(start, stop, int(places[start]), int(documents[start])) for start, stop in itertools.pairwise(edges)]
+        is_edge |= np.diff(positions // block) != 0
+    edges = [0, *(np.flatnonzero(is_edge) + 1).tolist(), len(positions)]
+    pairs = itertools.pairwise(edges)
+    return [_Run(start, stop, int(positions[start]), int(documents[start])) for start, stop in pairs]
 
 
-def _tiles(row: int | None, queries: list[_Span], keys: list[_Span], seen: Visibility, *, is_own: bool) -> list[Tile]:
-    """The tiles of a sample, those of each query with itself first."""
-    if is_own and seen.block is None and not seen.bidirectional:
+def _tiles(
+    row: int | None, queries: list[_Run], keys: list[_Run], seen: Visibility, *, is_same_rank: bool
+) -> list[Tile]:
+    """The tiles of a sample, the diagonal first."""
+    if is_same_rank and seen.block is None and not seen.bidirectional:
         return [Tile(row, part, part, causal=True) for part in _documents(queries)]
-    own = [_with_itself(row, span, seen) for span in queries] if is_own and seen.block is not None else []
-    by_document: dict[int, list[_Span]] = {}
-    for span in queries:
-        by_document.setdefault(span.document, []).append(span)
+    diagonal = [_diagonal(row, run, seen) for run in queries] if is_same_rank and seen.block is not None else []
+    by_document: dict[int, list[_Run]] = {}
+    for run in queries:
+        by_document.setdefault(run.document, []).append(run)
     biased: list[Tile] = []
     ranges: list[tuple[list[slice], slice]] = []  # queries that see the same keys in full
     for key in keys:
         full: list[slice] = []
         for query in by_document.get(key.document, []):
-            if own and query == key:
+            if diagonal and query == key:
                 continue
             visible = _is_visible(query, key, seen)
             if visible is None:
@@ -128,17 +131,17 @@ def _tiles(row: int | None, queries: list[_Span], keys: list[_Span], seen: Visib
             ranges[-1] = (full, slice(ranges[-1][1].start, key.stop))
         elif full:
             ranges.append((full, slice(key.start, key.stop)))
-    return [*own, *biased, *(Tile(row, query, key) for full, key in ranges for query in full)]
+    return [*diagonal, *biased, *(Tile(row, query, key) for full, key in ranges for query in full)]
 
 
-def _with_itself(row: int | None, span: _Span, seen: Visibility) -> Tile:
-    part, length = slice(span.start, span.stop), span.stop - span.start
+def _diagonal(row: int | None, run: _Run, seen: Visibility) -> Tile:
+    part, length = slice(run.start, run.stop), run.stop - run.start
     is_bounded = seen.sloped or (seen.window is not None and seen.window < length)
     return Tile(row, part, part, causal=not is_bounded and not seen.bidirectional, biased=is_bounded)
 
 
-def _is_visible(query: _Span, key: _Span, seen: Visibility) -> bool | None:
-    """Whether all pairs are visible and count alike, or none is; None for neither. The spans have no common place."""
+def _is_visible(query: _Run, key: _Run, seen: Visibility) -> bool | None:
+    """True if all pairs of two disjoint runs are visible without bias, False if none is, None otherwise."""
     is_later = key.first > query.last
     if is_later and not seen.bidirectional:
         return False
@@ -149,10 +152,10 @@ def _is_visible(query: _Span, key: _Span, seen: Visibility) -> bool | None:
     return None if seen.sloped or (seen.window is not None and furthest >= seen.window) else True
 
 
-def _documents(spans: list[_Span]) -> Iterator[slice]:
-    """What a rank has of each document, in whose order it lies."""
+def _documents(runs: list[_Run]) -> Iterator[slice]:
+    """A rank's range of each document, in order."""
     start = 0
-    for index, span in enumerate(spans):
-        if index + 1 == len(spans) or spans[index + 1].document != span.document:
-            yield slice(spans[start].start, span.stop)
+    for index, run in enumerate(runs):
+        if index + 1 == len(runs) or runs[index + 1].document != run.document:
+            yield slice(runs[start].start, run.stop)
             start = index + 1

@@ -1,6 +1,6 @@
-"""Ulysses: before attention the ranks of an axis exchange positions for heads, and afterwards heads for positions.
+"""Ulysses: the ranks of an axis exchange positions for heads before attention, and heads for positions after it.
 
-Attention then sees whole samples, in fewer heads, so that any form of it can be used.
+Attention runs on whole samples with fewer heads, so any form of it works.
 
 Source: Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.
 """
@@ -20,7 +20,7 @@ HeadValues = TypeVar("HeadValues", tuple[float, ...], torch.Tensor)
 def to_heads(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, axis: Axis
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exchanges positions for heads, in one message. Where ranks share a head of keys and values, each gets it.
+    """Exchanges positions for heads, in one message; key-value heads that several ranks need are sent to each.
 
     Shapes: `[b, a, s/u, d]` and twice `[b, g, s/u, d]` to `[b, a/u, s, d]` and twice `[b, n, s, d]`, where n divides
     a/u.
@@ -34,8 +34,8 @@ def to_heads(
     parts = [part.unflatten(1, (ranks, -1)) for part in (query, key, value)]  # [b, u, n, s/u, d]
     joined = torch.cat(parts, dim=2).transpose(0, 1)  # [u, b, n, s/u, d]
     whole = _Exchange.apply(joined, axis).permute(1, 2, 0, 3, 4).flatten(2, 3)  # [b, n, s, d]
-    of_keys = (whole.shape[1] - heads) // 2
-    return whole.split([heads, of_keys, of_keys], dim=1)  # type: ignore[return-value]
+    key_heads = (whole.shape[1] - heads) // 2
+    return whole.split([heads, key_heads, key_heads], dim=1)  # type: ignore[return-value]
 
 
 def to_positions(attended: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -46,23 +46,23 @@ def to_positions(attended: torch.Tensor, axis: Axis) -> torch.Tensor:
     return _Exchange.apply(parts, axis).transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
 
 
-def own_heads(values: HeadValues, axis: Axis) -> HeadValues:
-    """Of one value for each head before the exchange those of this rank's heads after it."""
+def local_heads(values: HeadValues, axis: Axis) -> HeadValues:
+    """Selects, from a value per head before the exchange, those of this rank's heads after it."""
     count = len(values) // axis.size
     return values[axis.rank * count : (axis.rank + 1) * count] if axis.size > 1 else values
 
 
 def _key_heads(heads: int, groups: int, ranks: int) -> list[int]:
-    """The heads of keys that the ranks need, rank by rank, equally many for each."""
-    size, own = heads // groups, heads // ranks
-    needed = [[head // size for head in range(first, first + own)] for first in range(0, heads, own)]
-    if own % size == 0 or size % own == 0:  # whole groups, or parts of one
-        needed = [sorted(set(of_rank)) for of_rank in needed]
-    return [group for of_rank in needed for group in of_rank]
+    """The key-value heads of all ranks, rank by rank, the same number for each."""
+    size, local = heads // groups, heads // ranks
+    needed = [[head // size for head in range(first, first + local)] for first in range(0, heads, local)]
+    if local % size == 0 or size % local == 0:  # whole groups, or parts of one
+        needed = [sorted(set(groups_of_rank)) for groups_of_rank in needed]
+    return [group for groups_of_rank in needed for group in groups_of_rank]
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i of the first dimension goes to rank i; the parts that arrive lie in the order of their ranks."""
+    """Sends part i of the first dimension to rank i; the received parts are in the order of their ranks."""
 
     @staticmethod
     def forward(ctx, parts, axis):  # type: ignore[no-untyped-def]

@@ -130,7 +130,7 @@ class _Losses(torch.autograd.Function):
             rows,
             local,
             vocabulary.valid,
-            with_whole=with_uniform,
+            with_logit_sum=with_uniform,
             block_values=block_values,
             implementation=implementation,
         )

@@ -243,7 +243,7 @@ class _Head:
             labels,
             self.vocabulary.valid,
             softcap=self.softcap,
-            with_whole=self.terms.label_smoothing > 0,
+            with_logit_sum=self.terms.label_smoothing > 0,
             implementation=self.implementation,
         )
         return losses_of(statistics, self.axis, self.vocabulary)

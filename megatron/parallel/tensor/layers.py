@@ -19,7 +19,7 @@ from megatron.kernels.choice import Implementation
 from megatron.kernels.embedding import lookup
 from megatron.kernels.float8 import Float8
 from megatron.parallel.mesh import Axis
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
 from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence
 from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.gathered_linear import gathered_linear
@@ -66,12 +66,12 @@ class ColumnParallelLinear(DirectModule):
         self.divides_weight = False
         self.float8: Float8 | None = None
         weight = ShardSpec((*outputs, Dimension("input", input_size)), is_matrix=True)
-        self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
+        self.weight = annotate(nn.Parameter(torch.zeros(weight.local_shape, device=device).flatten(0, -2)), weight)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         if bias:
             spec = ShardSpec(tuple(outputs))
-            self.bias = place(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
+            self.bias = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=device).flatten()), spec)
 
     def forward(self, x: torch.Tensor, finish: Finish | None = None, *, splits_sequence: bool = False) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)`.
@@ -123,12 +123,12 @@ class RowParallelLinear(DirectModule):
         self.float8: Float8 | None = None
         dimensions = (Dimension("output", output_size), Dimension("inputs of a linear layer", input_size, axis))
         weight = ShardSpec(dimensions, is_matrix=True)
-        self.weight = place(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
+        self.weight = annotate(nn.Parameter(torch.zeros(weight.local_shape, device=device)), weight)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", None)
         if bias:
             spec = ShardSpec.vector(output_size, partial=partial)
-            self.bias = place(nn.Parameter(torch.zeros(output_size, device=device)), spec)
+            self.bias = annotate(nn.Parameter(torch.zeros(output_size, device=device)), spec)
 
     def forward(self, x: torch.Tensor, finish: Finish | None = None, *, splits_sequence: bool = False) -> torch.Tensor:
         """Applies the layer; with `finish`, returns `finish(product, bias)`.
@@ -234,4 +234,4 @@ def vocabulary_table(
     """
     rows = Dimension("rows of the padded vocabulary", vocab_size, axis, padded_vocab_size)
     spec = ShardSpec((rows, Dimension("hidden", hidden_size)), is_matrix=True)
-    return place(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)
+    return annotate(nn.Parameter(torch.zeros(spec.local_shape, device=device)), spec)

@@ -10,7 +10,7 @@ from torch import nn
 from megatron.kernels.choice import Implementation
 from megatron.kernels.norms import add_norm, layer_norm, rms_norm
 from megatron.parallel.mesh import Axis
-from megatron.parallel.shard_spec import Dimension, ShardSpec, place, shard_spec_of
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, shard_spec_of
 from megatron.parallel.tensor.collectives import copy_to, reduce_from
 from megatron.parallel.tensor.direct_module import DirectModule
 
@@ -73,7 +73,7 @@ class LayerNorm(_ReplicatedNorm):
     def __init__(self, hidden_size: int, eps: float, **settings: Any) -> None:
         super().__init__(hidden_size, eps, **settings)
         spec = shard_spec_of(self.weight)
-        self.bias = place(nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), spec)
+        self.bias = annotate(nn.Parameter(torch.zeros(hidden_size, device=self.weight.device)), spec)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"zero_centered": self.zero_centered, "implementation": self.implementation}
@@ -134,4 +134,4 @@ class HeadsRMSNorm(nn.Module):
 
 def _norm_weight(spec: ShardSpec, zero_centered: bool, device: torch.device | str | None) -> nn.Parameter:
     initial = torch.zeros if zero_centered else torch.ones
-    return place(nn.Parameter(initial(spec.local_shape, device=device)), spec)
+    return annotate(nn.Parameter(initial(spec.local_shape, device=device)), spec)

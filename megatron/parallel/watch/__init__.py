@@ -1,6 +1,5 @@
-"""Watching the ranks of a run: where each of them is, and what happens when one stops, fails or ends.
+"""Monitoring of the ranks of a run: their positions, and the reaction to a rank that hangs, fails or exits.
 
-Every rank has one thread and connections of its own for this, apart from those that training communicates over, so
-that a rank whose collective never returns can still say where it is. Nothing here ends a process; `train/watchdog.py`
-does.
+Every rank has a thread and connections for this, separate from those of training, so that a rank in a collective that
+never returns still reports. Nothing here ends a process; `train/watchdog.py` does.
 """

@@ -1,4 +1,4 @@
-"""The thread of a rank that tells the others where it is and learns from them when the run must end."""
+"""The thread of a rank that sends its heartbeats and receives the order to end the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 from megatron import log
 from megatron.errors import ExitCode
-from megatron.parallel.watch.hub_link import Link
-from megatron.parallel.watch.hub_state import Failure, Hub, end_message
+from megatron.parallel.watch.coordinator import Coordinator, Failure, end_message
+from megatron.parallel.watch.coordinator_link import Link
 from megatron.parallel.watch.limits import ALONE_SECONDS, PING_SECONDS, WIND_DOWN_SECONDS, WatchLimits
-from megatron.parallel.watch.opening import HubAddress
-from megatron.parallel.watch.peers import Peers, passed_on
+from megatron.parallel.watch.opening import CoordinatorAddress
+from megatron.parallel.watch.peers import Peers, relayed_message
 from megatron.parallel.watch.position import END, Heartbeat, Position
 from megatron.parallel.watch.stacks import read_stacks
 from megatron.parallel.watch.verdict import RunEnd
@@ -31,58 +31,59 @@ _ALL_CHARACTERS = 2**23  # of the stacks of all ranks
 _LEAST_CHARACTERS = 1024
 
 
-class Watched(Protocol):
-    """What the thread asks of the rank that it runs on; all of it is called from the thread."""
+class WatchedRank(Protocol):
+    """The rank that a channel runs on; all methods are called from the channel's thread."""
 
     def position(self) -> Position:
-        """Where the main thread is."""
+        """The position of the main thread."""
 
     def is_starting(self) -> bool:
-        """Whether the first step is not finished."""
+        """True until the first step is finished."""
 
-    def speak(self, verdict: RunEnd) -> None:
-        """Shows the user why the run ends; only on the rank that decided it."""
+    def show(self, verdict: RunEnd) -> None:
+        """Shows the user why the run ends; called only on the rank that decided."""
 
     def end(self, verdict: RunEnd) -> None:
         """Ends this rank."""
 
 
 class Channel:
-    """A rank's part in the watch over a run.
+    """A rank's thread for the monitoring of a run.
 
     Args:
-        links: to the hubs on other ranks, the first hub first.
-        hub: the hub on this rank, if it has one, and the socket on which the other ranks connect to it.
-        size: ranks of the run.
-        relayed: the ranks for which this one passes messages on, where it has no hub.
-        hubs: where to connect if the rank that passes this one's messages on is gone; none if there is no such rank.
+        links: to the coordinators on other ranks, the first coordinator first.
+        coordinator: of this rank, if it has one.
+        listener: the socket on which other ranks connect to this one, if any do.
+        size: number of ranks.
+        relayed: the ranks whose messages this one relays, if it has no coordinator.
+        coordinators: where to connect if the rank that relays this one's messages is lost; empty without such a rank.
     """
 
     def __init__(
         self,
-        watched: Watched,
+        watched: WatchedRank,
         limits: WatchLimits,
         links: Sequence[Link],
-        hub: Hub | None,
+        coordinator: Coordinator | None,
         listener: socket.socket | None,
         rank: int,
         size: int,
         relayed: Peers | None = None,
-        hubs: Sequence[HubAddress] = (),
+        coordinators: Sequence[CoordinatorAddress] = (),
     ) -> None:
         self._watched = watched
         self._limits = limits
         self._links = list(links)
-        self._hub = hub
-        self._peers = relayed if hub is None else hub.peers
-        self._hubs = tuple(hubs)
-        self._is_relayed = bool(hubs)
+        self._coordinator = coordinator
+        self._peers = relayed if coordinator is None else coordinator.peers
+        self._coordinators = tuple(coordinators)
+        self._is_relayed = bool(coordinators)
         self._listener = listener
         self._rank = rank
         self._size = size
         self._failure: Failure | None = None
         self._reported: Failure | None = None
-        self._questions: list[Callable[[int], None]] = []
+        self._requests: list[Callable[[int], None]] = []
         self._is_leaving = False
         self._seen: Position | None = None
         self._idle_from = 0.0
@@ -108,10 +109,14 @@ class Channel:
         self._thread.start()
 
     def fail(self, failure: Failure) -> bool:
-        """Reports this rank's error to the hubs; later calls only change whether it is ready. False if no hub knows."""
+        """Reports this rank's error; later calls only change whether it is ready.
+
+        Returns:
+            False if the error reached no coordinator.
+        """
         if not self.is_alive or self._thread is threading.current_thread():
             return False
-        if self._hub is None and not any(link.is_open for link in self._links):
+        if self._coordinator is None and not any(link.is_open for link in self._links):
             return False
         self._failure = dataclasses.replace(self._failure or failure, is_ready=failure.is_ready)
         self._wake()
@@ -121,23 +126,23 @@ class Channel:
         return self._reported == self._failure
 
     @property
-    def has_first_hub(self) -> bool:
-        """Whether the first hub is on another rank and can be reached, so that the run does not need this rank."""
-        return any((link.hub == 0 or self._is_relayed) and link.is_open for link in self._links)
+    def reaches_first_coordinator(self) -> bool:
+        """True if the first coordinator is on another rank and reachable, so that the run does not need this rank."""
+        return any((link.coordinator == 0 or self._is_relayed) and link.is_open for link in self._links)
 
     def ranks(self) -> list[dict[str, Any]]:
-        """What the hub on this rank knows of each rank; nothing without one. Any thread may call it."""
-        return [] if self._hub is None else self._hub.ranks(time.monotonic())
+        """`Coordinator.ranks`; empty if this rank has no coordinator. Any thread may call it."""
+        return [] if self._coordinator is None else self._coordinator.ranks(time.monotonic())
 
     def leave(self) -> None:
-        """Says that this rank ends as planned, and waits for the thread."""
+        """Announces a regular exit and waits for the thread."""
         self._is_leaving = True
         self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * _FLUSH_SECONDS)
 
     def count_silent(self) -> int | None:
-        """How many ranks give no sign of life when they are asked for one; None if no hub answers."""
+        """Returns the number of ranks that do not reply to a ping; None if no coordinator replies."""
         counts: list[int] = []
         is_answered = threading.Event()
 
@@ -145,7 +150,7 @@ class Channel:
             counts.append(count)
             is_answered.set()
 
-        self._questions.append(answer)
+        self._requests.append(answer)
         self._wake()
         is_answered.wait(PING_SECONDS + 0.5)
         return counts[0] if counts else None
@@ -163,28 +168,28 @@ class Channel:
             self._watch()
         except Exception:  # whatever it is: training must not end because it is watched
             log.warning(f"this rank is no longer watched:\n{traceback.format_exc()}")
-            self._say_goodbye(None)
+            self._announce_exit(None)
         finally:
             self._close()
 
     def _watch(self) -> None:
         while True:
             began_at = time.monotonic()
-            self._sleep_out(began_at, self._wait(began_at))
+            self._discount_suspension(began_at, self._wait(began_at))
             now = time.monotonic()
             verdict = self._end_ordered()
             if verdict is not None:
-                self._flush()  # those for whom this rank passes messages on have been told
+                self._flush()  # the order to end has been relayed
                 self._watched.end(verdict)
                 return
-            self._reach_hubs(now)
+            self._reach_coordinators(now)
             if self._is_leaving:
-                self._say_goodbye(self._heartbeat(now))
+                self._announce_exit(self._heartbeat(now))
                 return
-            self._tell(self._heartbeat(now), now)
+            self._report(self._heartbeat(now), now)
             verdict = self._decide(now)
             if verdict is not None:
-                self._watched.speak(verdict)
+                self._watched.show(verdict)
                 if self._peers is not None:
                     self._peers.send(end_message(verdict))
                     self._flush()
@@ -192,21 +197,21 @@ class Channel:
                 return
 
     def _wait(self, now: float) -> float:
-        """Waits for messages or for what is due next, and reads them; returns how long it was to wait at most."""
+        """Reads messages, waiting until something is due; returns the longest time it had to wait."""
         limit_seconds = _BUSY_SECONDS if self._is_busy() else max(0.0, self._beat_at - now)
         self._select_writers()
         ready = self._selector.select(limit_seconds)
-        heard_at = time.monotonic()
-        # Links first: an order to end comes before the end of the connections of those who obeyed it.
+        received_at = time.monotonic()
+        # Links first: an order to end takes precedence over connections that closed because of it.
         for key, _ in sorted(ready, key=lambda entry: not isinstance(entry[0].data, Link)):
-            self._serve(key, heard_at)
+            self._serve(key, received_at)
         return limit_seconds
 
     def _is_busy(self) -> bool:
-        """Whether something is due within seconds, without a message that would announce it."""
+        """True if something is due within seconds that no message would announce."""
         if self._reported is not None or any(link.lost_at is not None for link in self._links):
             return True
-        return self._hub is not None and self._hub.is_busy
+        return self._coordinator is not None and self._coordinator.is_busy
 
     def _serve(self, key: selectors.SelectorKey, now: float) -> None:
         if key.fileobj is self._woken:
@@ -216,50 +221,54 @@ class Channel:
             self._accept(now)
         elif isinstance(key.data, Link):
             key.data.connection.flush()
-            for message in key.data.hear(now, self._size):
+            for message in key.data.receive(now, self._size):
                 if self._peers is not None:
                     rank = message.whole("to", self._size - 1) if message.has("to") else None
-                    self._peers.pass_down(message, rank)
+                    self._peers.relay_down(message, rank)
             if not key.data.is_open:
                 self._selector.unregister(key.fileobj)
         elif isinstance(key.data, Connection) and self._peers is not None:
             key.data.flush()
-            self._hear(key.data, now)
+            self._receive(key.data, now)
             if key.data.is_lost:
                 self._selector.unregister(key.fileobj)
 
-    def _hear(self, connection: Connection, now: float) -> None:
-        """Reads what a rank sent, for the hub on this rank, and passes it on to the hubs on others if it must be."""
+    def _receive(self, connection: Connection, now: float) -> None:
+        """Reads the messages of a rank, for this rank's coordinator, or to be relayed to the coordinators of others."""
         if self._peers is None:
             return
-        is_for_all = self._peers.passes_on(connection)
-        heard = self._peers.hear_all(connection) if self._hub is None else self._hub.hear(connection, now)
-        for rank, message in heard if is_for_all or self._peers.passes_on(connection) else ():
+        is_for_all = self._peers.is_relayed(connection)
+        received = (
+            self._peers.receive_all(connection)
+            if self._coordinator is None
+            else self._coordinator.receive(connection, now)
+        )
+        for rank, message in received if is_for_all or self._peers.is_relayed(connection) else ():
             for link in self._links:
                 if link.is_open:
-                    link.connection.send(passed_on(rank, message))
+                    link.connection.send(relayed_message(rank, message))
 
-    def _reach_hubs(self, now: float) -> None:
-        """Connects to the hubs themselves if the rank that passes on what this one sends is gone or does not answer."""
-        if not self._hubs:
+    def _reach_coordinators(self, now: float) -> None:
+        """Connects to the coordinators directly if the rank that relays this one's messages is lost or silent."""
+        if not self._coordinators:
             return
         link, beat_seconds = self._links[0], self._limits.beat_seconds
         is_lost = link.lost_at is not None and not link.has_left
-        has_left = link.has_left and now - link.heard_at > beat_seconds and self._watched.position().phase != END
-        patience = max(self._limits.hang_seconds / 2, 1.5 * beat_seconds)
-        is_silent = self._limits.hang_seconds > 0 and now - link.heard_at > patience
+        has_left = link.has_left and now - link.received_at > beat_seconds and self._watched.position().phase != END
+        limit_seconds = max(self._limits.hang_seconds / 2, 1.5 * beat_seconds)
+        is_silent = self._limits.hang_seconds > 0 and now - link.received_at > limit_seconds
         if not (is_lost or has_left or is_silent):
             return
-        addresses, self._hubs = self._hubs, ()
+        addresses, self._coordinators = self._coordinators, ()
         for address in addresses:
             with contextlib.suppress(OSError):
                 connected = socket.create_connection((address.address, address.port), timeout=_CONNECT_SECONDS)
                 opened = Link.open(connected, address, self._rank, now)
-                opened.wants_heartbeat = True
+                opened.heartbeat_requested = True
                 opened.connection.blocked = self._blocked
                 self._selector.register(opened.connection, selectors.EVENT_READ, opened)
                 self._links.append(opened)
-        self._reported = None  # they have not heard of it
+        self._reported = None  # report the error again, to the coordinators
 
     def _accept(self, now: float) -> None:
         if self._listener is None or self._peers is None:
@@ -268,11 +277,11 @@ class Channel:
             while True:
                 connection = Connection(self._listener.accept()[0])
                 connection.blocked = self._blocked
-                if self._peers.admit(connection, now):
+                if self._peers.accept(connection, now):
                     self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _select_writers(self) -> None:
-        """Waits for writing only where something is left to send."""
+        """Selects for writing the connections with unsent data."""
         for connection in self._blocked ^ self._writing:
             if connection.is_lost:
                 continue
@@ -280,17 +289,17 @@ class Channel:
             self._selector.modify(connection, events, self._selector.get_key(connection).data)
         self._writing = set(self._blocked)
 
-    def _sleep_out(self, began_at: float, limit_seconds: float) -> None:
-        """Leaves out of all counts a time in which the whole process was stopped, as a suspended job is."""
+    def _discount_suspension(self, began_at: float, limit_seconds: float) -> None:
+        """Excludes from all measurements a time in which the whole process was suspended."""
         now = time.monotonic()
         late_seconds = now - began_at - limit_seconds
         if late_seconds < self._limits.nap_seconds:
             return
         self._idle_from, self._last_nap = self._idle_from + late_seconds, (late_seconds, now)
         for link in self._links:
-            link.heard_at += late_seconds
-        if self._hub is not None:
-            self._hub.sleep(late_seconds)
+            link.received_at += late_seconds
+        if self._coordinator is not None:
+            self._coordinator.discount(late_seconds)
 
     def _heartbeat(self, now: float) -> Heartbeat:
         position = self._watched.position()
@@ -303,89 +312,91 @@ class Channel:
         is_starting = self._watched.is_starting()
         return Heartbeat(position.phase, position.step, position.events, idle_seconds, is_starting, position.pace)
 
-    def _tell(self, heartbeat: Heartbeat, now: float) -> None:
+    def _report(self, heartbeat: Heartbeat, now: float) -> None:
         is_due = now >= self._beat_at
         stacks, waits = "", False
-        if any(link.wants_report for link in self._links) or (self._hub is not None and self._hub.wants_report):
+        if any(link.report_requested for link in self._links) or (
+            self._coordinator is not None and self._coordinator.report_requested
+        ):
             stacks, waits = read_stacks(min(TEXT_CHARACTERS, max(_LEAST_CHARACTERS, _ALL_CHARACTERS // self._size)))
         for link in self._links:
             if not link.is_open:
                 continue
-            if link.wants_report:
-                link.tell_report(heartbeat, waits, stacks)
-            elif is_due or link.wants_heartbeat:
-                link.tell(heartbeat)
-        if self._hub is not None:
-            self._hub.note(heartbeat, now)
-            if self._hub.wants_report and stacks:
-                self._hub.note_report(waits, stacks)
+            if link.report_requested:
+                link.send_report(heartbeat, waits, stacks)
+            elif is_due or link.heartbeat_requested:
+                link.send_heartbeat(heartbeat)
+        if self._coordinator is not None:
+            self._coordinator.set_own_heartbeat(heartbeat, now)
+            if self._coordinator.report_requested and stacks:
+                self._coordinator.set_own_report(waits, stacks)
         if is_due and self._peers is not None:
             self._peers.close_unknown(now)
             self._peers.send({"kind": "beat"})
         if is_due:
             self._beat_at = now + self._limits.beat_seconds
-        self._ask(now)
-        self._tell_failure(now)
+        self._forward_requests(now)
+        self._send_failure(now)
 
-    def _ask(self, now: float) -> None:
-        while self._questions:
-            answer = self._questions.pop()
+    def _forward_requests(self, now: float) -> None:
+        while self._requests:
+            answer = self._requests.pop()
             link = next((link for link in self._links if link.is_open), None)
-            if self._hub is not None:
-                self._hub.ask_for_life(answer, now)
+            if self._coordinator is not None:
+                self._coordinator.ping_all(answer, now)
             elif link is not None:
-                link.ask_for_life(answer)
+                link.ping_all(answer)
 
-    def _tell_failure(self, now: float) -> None:
+    def _send_failure(self, now: float) -> None:
         failure = self._failure
         if failure is None or self._reported == failure:
             return
         for link in self._links:
             if link.is_open:
-                link.tell_failure(failure)
-        if self._hub is not None:
-            self._hub.note_failure(failure, now)
+                link.send_failure(failure)
+        if self._coordinator is not None:
+            self._coordinator.set_own_failure(failure, now)
         self._reported = failure
 
     def _end_ordered(self) -> RunEnd | None:
         return next((link.end for link in self._links if link.end is not None), None)
 
     def _decide(self, now: float) -> RunEnd | None:
-        """Why the run ends, if this rank is the one that must say it."""
-        if self._hub is not None:
-            if now < self._look_at and not self._hub.is_urgent:
+        """Returns the end of the run, if this rank has to decide it now."""
+        if self._coordinator is not None:
+            if now < self._look_at and not self._coordinator.is_urgent:
                 return None
-            self._look_at = now + (_BUSY_SECONDS if self._hub.is_busy else 1.0)
-            return self._hub.tick(now)
+            self._look_at = now + (_BUSY_SECONDS if self._coordinator.is_busy else 1.0)
+            return self._coordinator.tick(now)
         lost = [link for link in self._links if link.lost_at is not None and not link.has_left]
         there = [link for link in self._links if link.is_open]
-        numbers = " and ".join(str(link.hub) for link in self._links)
+        numbers = " and ".join(str(link.coordinator) for link in self._links)
         again = "Saved checkpoints are intact: run the same command again."
         if lost and not there and now - max(link.lost_at or 0.0 for link in lost) > WIND_DOWN_SECONDS:
-            text = f"ranks {numbers} ended without a message, and nobody else speaks for the run. {again}"
+            text = f"ranks {numbers} ended without a message, and no other rank coordinates the run. {again}"
             return RunEnd(ExitCode.REQUEUE, self._rank, text)
         limit = self._limits.hang_seconds
-        patience = limit + self._limits.answer_seconds + ALONE_SECONDS
-        if limit and there and all(now - link.heard_at > patience for link in there):
-            text = f"ranks {numbers} have not answered for {patience:.0f} s: they are stopped, or cut off. {again}"
-            return RunEnd(ExitCode.HANG, self._rank, text, tuple(link.hub for link in there))
+        silent_seconds = limit + self._limits.answer_seconds + ALONE_SECONDS
+        if limit and there and all(now - link.received_at > silent_seconds for link in there):
+            text = f"ranks {numbers} have sent nothing for {silent_seconds:.0f} s: stopped, or unreachable. {again}"
+            return RunEnd(ExitCode.HANG, self._rank, text, tuple(link.coordinator for link in there))
         return None
 
-    def _say_goodbye(self, last: Heartbeat | None) -> None:
-        """Says that this rank ends as planned, and where it was last."""
+    def _announce_exit(self, last: Heartbeat | None) -> None:
+        """Announces a regular exit, with the last heartbeat."""
         for link in self._links:
             if link.is_open:
                 if last is not None:
-                    link.tell(last)
+                    link.send_heartbeat(last)
                 link.send("bye")
-        if self._hub is not None:
-            self._hub.say_goodbye()
+        if self._coordinator is not None:
+            self._coordinator.announce_exit()
         elif self._peers is not None:
             self._peers.send({"kind": "bye"})
         self._flush()
 
     def _flush(self) -> None:
-        """Sends what is left, for as long as that may take at the end of a run."""
+        """Sends what is left, within the time allowed at the end of a run."""
         until = time.monotonic() + _FLUSH_SECONDS
         while self._blocked and time.monotonic() < until:
             for connection in list(self._blocked):

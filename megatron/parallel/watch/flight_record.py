@@ -1,7 +1,7 @@
-"""The last messages of this process, from torch's flight recorder: what a rank that hangs was about to exchange.
+"""The last messages of this process, from torch's flight recorder: the communication in which a rank hangs.
 
-NCCL's recorder where torch was built with NCCL, the general one else. Where a version of torch has neither, or the user
-has switched it off (`TORCH_FR_BUFFER_SIZE=0`), there is nothing to say.
+Reads NCCL's recorder if torch was built with NCCL, the generic one otherwise. Empty if torch has neither or the user
+has disabled recording (`TORCH_FR_BUFFER_SIZE=0`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def last_messages() -> str:
-    """A line for each of the last messages, oldest first; empty without a record."""
+    """Returns a line for each of the last messages, oldest first; empty without a record."""
     for name in _RECORDERS:
         dump = getattr(_distributed_c10d, name, None)
         try:

@@ -1,12 +1,12 @@
-"""How long ranks may be silent or without progress, and the intervals that follow from it."""
+"""Time limits on ranks that are silent or without progress, and the intervals derived from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# How long a rank that meets an error because another one ended may take to close its files before it is ended.
+# For a rank that fails because another one exited, to close its files before it is terminated.
 WIND_DOWN_SECONDS = 2.0
-# How much longer a rank waits for both hubs than a hub waits for a rank, before it speaks for itself.
+# Added to a coordinator's own limit before a rank decides without the two coordinators.
 ALONE_SECONDS = 5.0
 PING_SECONDS = 1.5
 
@@ -16,8 +16,8 @@ class WatchLimits:
     """The time limits of a run.
 
     Attributes:
-        hang_seconds: without progress or without a sign of life for this long, a rank hangs; 0 for no limit.
-        start_seconds: how long it may be without progress until all ranks have finished their first step.
+        hang_seconds: a rank without progress or heartbeat for this long hangs; 0 for no limit.
+        start_seconds: the limit on progress until all ranks have finished their first step.
     """
 
     hang_seconds: float
@@ -25,20 +25,20 @@ class WatchLimits:
 
     @property
     def beat_seconds(self) -> float:
-        """Between two signs of life of a rank."""
+        """Interval between two heartbeats of a rank."""
         return max(1.0, self.hang_seconds / 10) if self.hang_seconds else 5.0
 
     @property
     def answer_seconds(self) -> float:
-        """How long all ranks have for their stacks."""
+        """Time for all ranks to send their stacks."""
         return min(5.0, max(1.0, self.hang_seconds / 4))
 
     @property
     def closing_seconds(self) -> float:
-        """How long ranks that failed, all of which are there, may take to finish a save that is being written."""
+        """Time for failed ranks to finish writing a checkpoint, if no rank is lost."""
         return max(WIND_DOWN_SECONDS, self.hang_seconds or 60.0)
 
     @property
     def nap_seconds(self) -> float:
-        """A process that wakes up this much too late was stopped with the whole job, and does not count that time."""
+        """A process that wakes up this late was suspended with the whole job; the time is not counted."""
         return max(1.0, self.hang_seconds / 4)

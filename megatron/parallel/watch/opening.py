@@ -1,8 +1,8 @@
-"""Connects the ranks of a run for the watch: two of them have a hub, and all others connect to both; in a run of many
-ranks, to one of their node that passes on what they send.
+"""Connects the ranks of a run for monitoring.
 
-Addresses, ports and the secret that a rank must know go over `mesh.control`. Ranks of one machine meet on its loopback
-interface; others on the address at which a rank is reached from another machine.
+Two ranks run a coordinator, and all others connect to both; in a run of many ranks, to a rank of their node that relays
+their messages. Addresses, ports and the token that authenticates a rank are exchanged over `mesh.control`. Ranks of one
+machine use its loopback interface, others the address at which a rank is reached from another machine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OTHER_FILES = 1024
 
 
 @dataclass(frozen=True)
-class HubAddress:
-    """Where a hub listens, and the secret with which a rank shows that it belongs to the run."""
+class CoordinatorAddress:
+    """The address of a coordinator, and the token that authenticates a rank of the run."""
 
     rank: int
     address: str
@@ -35,24 +35,24 @@ class HubAddress:
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """The result of connecting the ranks, on one of them.
+class ConnectedRanks:
+    """The connections of one rank.
 
     Attributes:
-        processes: of all ranks.
-        hubs: the rank of each hub, the first one first.
-        token: of the run.
-        listener: the socket of the hub on this rank, or of what it passes on.
-        connected: a socket to each hub on another rank, or to the rank that passes on what this one sends.
-        fallback: the hubs, if there is such a rank, for when it is gone.
+        processes: the processes of all ranks.
+        coordinators: the rank of each coordinator, the first one first.
+        token: authenticates a rank of the run.
+        listener: the socket on which other ranks connect, if this one has a coordinator or relays messages.
+        connected: a socket to each coordinator on another rank, or to the rank that relays this one's messages.
+        fallback: the coordinators, for when that relaying rank is lost; empty without one.
     """
 
     processes: tuple[ProcessIdentity, ...]
-    hubs: tuple[int, ...]
+    coordinators: tuple[int, ...]
     token: str = ""
     listener: socket.socket | None = None
-    connected: tuple[tuple[HubAddress, socket.socket], ...] = ()
-    fallback: tuple[HubAddress, ...] = ()
+    connected: tuple[tuple[CoordinatorAddress, socket.socket], ...] = ()
+    fallback: tuple[CoordinatorAddress, ...] = ()
 
     def close(self) -> None:
         for opened in (self.listener, *(connection for _, connection in self.connected)):
@@ -60,67 +60,62 @@ class Meeting:
                 opened.close()
 
 
-def meet(mesh: ParallelMesh, rendezvous: tuple[str, int]) -> Meeting | None:
-    """Connects all ranks; collective over the mesh. None, with a warning, if some rank cannot be reached.
+def connect_ranks(mesh: ParallelMesh, rendezvous: tuple[str, int]) -> ConnectedRanks | None:
+    """Connects all ranks; collective over the mesh. Returns None, after a warning, if a rank cannot be reached.
 
     Args:
-        rendezvous: host and port at which the ranks met.
+        rendezvous: host and port of the rendezvous of the ranks.
     """
-    own = dataclasses.replace(ProcessIdentity.own(), place=mesh.place)
+    process = dataclasses.replace(ProcessIdentity.own(), place=mesh.place)
     if mesh.world.size == 1:
-        return Meeting((own,), (0,))
-    introduction = [*dataclasses.asdict(own).values(), network_namespace(), address_towards(*rendezvous)]
-    everyone = all_gather_json(introduction, mesh.control)
-    processes = tuple(ProcessIdentity(*entry[:6]) for entry in everyone)
-    networks = [(process.machine, entry[6]) for process, entry in zip(processes, everyone, strict=True)]
+        return ConnectedRanks((process,), (0,))
+    entry = [*dataclasses.asdict(process).values(), network_namespace(), address_towards(*rendezvous)]
+    entries = all_gather_json(entry, mesh.control)
+    processes = tuple(ProcessIdentity(*entry[:6]) for entry in entries)
+    networks = [(process.machine, entry[6]) for process, entry in zip(processes, entries, strict=True)]
     second = next((rank for rank, network in enumerate(networks) if network != networks[0]), None)
     rank = mesh.world.rank
     if rank == 0 and second is not None:
-        address = address_towards(everyone[second][7], 9)
+        address = address_towards(entries[second][7], 9)
     else:
-        address = LOOPBACK if second is None else everyone[rank][7]
-    hubs = (0, second or 1)
-    parents = parents_of(networks, hubs)
+        address = LOOPBACK if second is None else entries[rank][7]
+    coordinators = (0, second or 1)
+    parents = parents_of(networks, coordinators)
     token: str = broadcast_json(secrets.token_hex(16), mesh.control)
     listener, problem = None, ""
-    if rank in hubs or rank in parents:
+    if rank in coordinators or rank in parents:
         listener, problem = _listen(address, mesh.world.size)
     port = 0 if listener is None else listener.getsockname()[1]
-    places = all_gather_json([address, port], mesh.control)
+    endpoints: list[tuple[str, int]] = all_gather_json([address, port], mesh.control)
+    addresses = [CoordinatorAddress(number, *endpoint, token) for number, endpoint in enumerate(endpoints)]
     parent = parents[rank]
-    targets = hubs if parent is None else (parent,)
     connected = []
-    for target in targets:
+    for target in coordinators if parent is None else (parent,):
         if target != rank and not problem:
-            hub = HubAddress(target, places[target][0], places[target][1], token)
-            opened, problem = _connect(hub)
-            connected += [] if opened is None else [(hub, opened)]
-    others = (
-        ()
-        if parent is None
-        else tuple(HubAddress(hub, places[hub][0], places[hub][1], token) for hub in hubs if hub != parent)
-    )
-    meeting = Meeting(processes, hubs, token, listener, tuple(connected), others)
-    return meeting if _is_complete(mesh, meeting, problem) else None
+            opened, problem = _connect(addresses[target])
+            connected += [] if opened is None else [(addresses[target], opened)]
+    fallback = () if parent is None else tuple(addresses[target] for target in coordinators if target != parent)
+    ranks = ConnectedRanks(processes, coordinators, token, listener, tuple(connected), fallback)
+    return ranks if _is_complete(mesh, ranks, problem) else None
 
 
-def _is_complete(mesh: ParallelMesh, meeting: Meeting, problem: str) -> bool:
-    """Whether all ranks are connected; if not, one of them says why, and no socket stays open."""
+def _is_complete(mesh: ParallelMesh, ranks: ConnectedRanks, problem: str) -> bool:
+    """Returns True if all ranks are connected; otherwise closes all sockets, and rank 0 warns."""
     problems: Sequence[str] = all_gather_json(problem, mesh.control)
     failed = next((rank for rank, text in enumerate(problems) if text), None)
     if failed is None:
         return True
-    meeting.close()
+    ranks.close()
     if mesh.world.rank == 0:
         log.warning(
-            f"rank {failed} {problems[failed]}, so nobody notices a rank that hangs before a collective times out "
+            f"rank {failed} {problems[failed]}, so a rank that hangs is detected only when a collective times out "
             "(--distributed-timeout-minutes). Ranks must reach each other on ports that the system chooses."
         )
     return False
 
 
 def _listen(address: str, size: int) -> tuple[socket.socket | None, str]:
-    """A socket that listens on a port that is free, or what is wrong."""
+    """Returns a socket that listens on a free port, or the problem."""
     try:
         allow_open_files(size + _OTHER_FILES)
         listener = socket.create_server((address, 0), family=address_family(address), backlog=size)
@@ -130,11 +125,11 @@ def _listen(address: str, size: int) -> tuple[socket.socket | None, str]:
     return listener, ""
 
 
-def _connect(hub: HubAddress) -> tuple[socket.socket | None, str]:
-    """A socket that is connected to a hub, or what is wrong; a hub that does not listen says so itself."""
-    if not hub.port:
+def _connect(target: CoordinatorAddress) -> tuple[socket.socket | None, str]:
+    """Returns a socket that is connected to a coordinator, or the problem; nothing if its rank reports the problem."""
+    if not target.port:
         return None, ""
     try:
-        return socket.create_connection((hub.address, hub.port), timeout=_CONNECT_SECONDS), ""
+        return socket.create_connection((target.address, target.port), timeout=_CONNECT_SECONDS), ""
     except OSError as failure:
-        return None, f"cannot reach rank {hub.rank} at {hub.address}:{hub.port} ({failure})"
+        return None, f"cannot reach rank {target.rank} at {target.address}:{target.port} ({failure})"

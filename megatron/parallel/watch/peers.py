@@ -1,8 +1,7 @@
-"""The ranks that are connected to this one, or to a rank that is: who has shown that it belongs to the run, and where
-each can be reached.
+"""The ranks that report to this one, directly or through another rank: authentication and routing.
 
-A hub has these for the ranks that report to it. In a run of many ranks, some ranks pass on what others send, up to the
-hubs and down from them, so that no rank has many connections; see `parents_of`.
+In a run of many ranks, some ranks relay messages between others and the coordinators, so that no rank has many
+connections; see `parents_of`.
 """
 
 from __future__ import annotations
@@ -17,29 +16,29 @@ HELLO_BYTES = 256
 NEAR = 8  # ranks that report to one rank
 _HELLO_SECONDS = 10.0
 _MOST_UNKNOWN = 64
-LOST = MessageFields({"kind": "lost"})  # of a rank whose connection has ended
+LOST = MessageFields({"kind": "lost"})  # stands for the end of a rank's connection
 
 
 class Peers:
-    """The listening side of a hub, or of a rank that passes messages on.
+    """The listening side of a coordinator, or of a rank that relays messages.
 
     Args:
-        token: what a rank must know.
-        size: ranks of the run.
-        own: this rank.
+        token: authenticates a rank.
+        size: number of ranks.
+        rank: this rank.
     """
 
-    def __init__(self, token: str, size: int, own: int) -> None:
+    def __init__(self, token: str, size: int, rank: int) -> None:
         self._token = token
-        self._own = own
+        self._rank = rank
         self._size = size
         self._unknown: dict[Connection, float] = {}
         self._ranks: dict[Connection, int] = {}
         self._routes: dict[int, Connection] = {}
         self._below: set[Connection] = set()
 
-    def admit(self, connection: Connection, now: float) -> bool:
-        """Takes a new connection, whose first message must be the token; False if too many have not sent it yet."""
+    def accept(self, connection: Connection, now: float) -> bool:
+        """Adds a connection, whose first message must have the token; False if too many have not sent it yet."""
         if len(self._unknown) >= _MOST_UNKNOWN + self._size:
             connection.close()
             return False
@@ -48,39 +47,39 @@ class Peers:
         return True
 
     def close_unknown(self, now: float) -> None:
-        """Closes connections that have not shown in time that they belong to the run."""
+        """Closes connections that have not authenticated in time."""
         for connection, until in list(self._unknown.items()):
             if now > until:
                 del self._unknown[connection]
                 connection.close()
 
-    def hear(self, connection: Connection) -> list[tuple[int, MessageFields]]:
-        """What has arrived, and the rank that each message is from; a message that no rank can send is a loss."""
-        heard: list[tuple[int, MessageFields]] = []
+    def receive(self, connection: Connection) -> list[tuple[int, MessageFields]]:
+        """Returns the messages that have arrived, each with its rank; an invalid message closes the connection."""
+        received: list[tuple[int, MessageFields]] = []
         for message in connection.receive():
             try:
                 if connection in self._unknown:
-                    heard.append((self._greet(connection, message), message))
+                    received.append((self._authenticate(connection, message), message))
                 elif connection in self._ranks:
                     rank = message.whole("from", self._size - 1) if message.has("from") else self._ranks[connection]
                     if message.kind == "hello":
                         self._routes.setdefault(rank, connection)
-                    if self._routes.get(rank) is connection:  # not of a rank that has come by another way since
-                        heard.append((rank, message))
+                    if self._routes.get(rank) is connection:  # else the rank has reconnected by another route
+                        received.append((rank, message))
             except ValueError:
                 connection.is_lost = True
-        return heard
+        return received
 
-    def hear_all(self, connection: Connection) -> list[tuple[int, MessageFields]]:
-        """As `hear`, for a rank that only passes messages on: the end of a connection is one of them."""
-        heard = self.hear(connection)
+    def receive_all(self, connection: Connection) -> list[tuple[int, MessageFields]]:
+        """As `receive`, for a rank that only relays messages: the end of a connection is one of them."""
+        received = self.receive(connection)
         if connection.is_lost:
-            rank = self.drop(connection)
-            heard += [] if rank is None else [(rank, LOST)]
-        return heard
+            rank = self.remove(connection)
+            received += [] if rank is None else [(rank, LOST)]
+        return received
 
-    def drop(self, connection: Connection) -> int | None:
-        """Forgets a connection that is lost; returns the rank at its other end, if it was reached that way."""
+    def remove(self, connection: Connection) -> int | None:
+        """Removes a lost connection; returns the rank at its other end, if that was the rank's route."""
         self._unknown.pop(connection, None)
         self._below.discard(connection)
         rank = self._ranks.pop(connection, None)
@@ -91,26 +90,26 @@ class Peers:
         return rank if rank in gone else None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message to all that are connected to this rank."""
+        """Sends a message to all ranks that are connected to this one."""
         for connection in self._ranks:
             connection.send(message)
 
-    def pass_down(self, message: MessageFields, rank: int | None = None) -> None:
-        """Passes a hub's message on to the ranks that hear from no hub, or to one of them."""
+    def relay_down(self, message: MessageFields, rank: int | None = None) -> None:
+        """Relays a coordinator's message to the ranks below this one, or to one of them."""
         for connection in self._below:
             if rank is None or self._routes.get(rank) is connection:
                 connection.send(message.values())
 
-    def passes_on(self, connection: Connection) -> bool:
-        """Whether what arrives there is to be passed on to the hubs on other ranks."""
+    def is_relayed(self, connection: Connection) -> bool:
+        """True if messages that arrive there must be relayed to the coordinators."""
         return connection in self._below
 
-    def _greet(self, connection: Connection, message: MessageFields) -> int:
+    def _authenticate(self, connection: Connection, message: MessageFields) -> int:
         if message.kind != "hello" or not hmac.compare_digest(message.text("token", 64), self._token):
             raise ValueError("the token is wrong")
         rank = message.whole("rank", self._size - 1)
-        if rank == self._own or rank in self._ranks.values():
-            raise ValueError("a rank that is connected already")
+        if rank == self._rank or rank in self._ranks.values():
+            raise ValueError("the rank is already connected")
         del self._unknown[connection]
         connection.limit_bytes = MESSAGE_BYTES
         self._ranks[connection], self._routes[rank] = rank, connection
@@ -119,27 +118,27 @@ class Peers:
         return rank
 
 
-def passed_on(rank: int, message: MessageFields) -> dict[str, Any]:
-    """A message of a rank, as another one passes it on; without what only the first connection needs."""
+def relayed_message(rank: int, message: MessageFields) -> dict[str, Any]:
+    """A rank's message as another one relays it, without the fields that only authenticate."""
     kept = {name: value for name, value in message.values().items() if name not in ("token", "alone", "rank")}
     return {**kept, "from": rank}
 
 
-def parents_of(places: Sequence[Hashable], hubs: Sequence[int], near: int = NEAR) -> list[int | None]:
-    """For each rank, the one that it reports to instead of the hubs; None for those that report to the hubs.
+def parents_of(nodes: Sequence[Hashable], coordinators: Sequence[int], near: int = NEAR) -> list[int | None]:
+    """The rank that relays the messages of each rank; None for ranks that report to the coordinators directly.
 
-    In a run of more than `near` ranks, the lowest of each `near` ranks of a node passes on what the others send, the
-    lowest of each `near` such ranks what those send, and so on.
+    In a run of more than `near` ranks, the lowest of each `near` ranks of a node relays the messages of the others, the
+    lowest of each `near` such ranks relays theirs, and so on.
 
     Args:
-        places: of each rank, what those on its node have in common.
+        nodes: a key of the node of each rank.
     """
-    parents: list[int | None] = [None] * len(places)
+    parents: list[int | None] = [None] * len(nodes)
     of_node: dict[Hashable, list[int]] = {}
-    for rank, place in enumerate(places):
-        of_node.setdefault(place, []).append(rank)
+    for rank, node in enumerate(nodes):
+        of_node.setdefault(node, []).append(rank)
     groups = [ranks[at : at + near] for ranks in of_node.values() for at in range(0, len(ranks), near)]
-    while len(places) > near:
+    while len(nodes) > near:
         for head, *others in groups:
             for rank in others:
                 parents[rank] = head
@@ -147,6 +146,6 @@ def parents_of(places: Sequence[Hashable], hubs: Sequence[int], near: int = NEAR
         if len(heads) <= near:
             break
         groups = [heads[at : at + near] for at in range(0, len(heads), near)]
-    for hub in hubs:
-        parents[hub] = None
+    for coordinator in coordinators:
+        parents[coordinator] = None
     return parents

@@ -1,4 +1,4 @@
-"""Where a rank is in its run: the phase and step that its main thread entered last, and when."""
+"""The position of a rank in its run: the phase and step that its main thread entered last, and when."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron.parallel.watch.wire import MessageFields
 
 START, END = "init", "end"
 
-# In the order of a run. A rank in `forward`, `p2p` and `backward` may alternate between them.
+# In the order of a run; a rank may alternate between `forward`, `p2p` and `backward`.
 PHASES = (START, "data", "forward", "p2p", "backward", "step", "evaluation", "save", END)
 _ALTERNATING = frozenset({"forward", "p2p", "backward"})
 
 
 class RankPace(NamedTuple):
-    """What a rank has done so far, without the time in which it waited for others.
+    """The work of a rank so far, without the time in which it waited for others.
 
     Attributes:
-        data_milliseconds: for which it waited for its batches.
-        computing_milliseconds: of its steps, less what messages took.
+        data_milliseconds: time that it waited for its batches.
+        computing_milliseconds: time of its steps, without messages.
     """
 
     steps: int = 0
@@ -32,14 +32,14 @@ NO_PACE = RankPace()
 
 
 class Position(NamedTuple):
-    """What the main thread of a rank was last seen doing.
+    """The last progress of the main thread of a rank.
 
     Attributes:
         phase: one of `PHASES`.
         step: the step that is being trained; outside training, the last one.
-        events: how often this rank has made progress.
+        events: number of times this rank has made progress.
         at_seconds: `time.monotonic()` at that progress.
-        pace: how fast the rank has been.
+        pace: the work of the rank so far.
     """
 
     phase: str
@@ -50,17 +50,17 @@ class Position(NamedTuple):
 
 
 def first_position() -> Position:
-    """The position of a rank that starts."""
+    """The position of a rank that is starting."""
     return Position(START, 0, 0, time.monotonic())
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's position as it tells the others.
+    """A rank's position as it is sent to the coordinators.
 
     Attributes:
-        idle_seconds: since its last progress.
-        is_starting: whether it has not finished its first step, which may take much longer than others.
+        idle_seconds: time since its last progress.
+        is_starting: the rank has not finished its first step, which may take much longer than others.
     """
 
     phase: str = START
@@ -80,7 +80,7 @@ class Heartbeat:
         phase = PHASES[fields.whole("phase", len(PHASES) - 1)]
         pace = fields.wholes("pace", 2**53, len(NO_PACE))
         if len(pace) != len(NO_PACE):
-            raise ValueError("pace does not have three numbers")
+            raise ValueError("pace must have three numbers")
         return cls(
             phase,
             fields.whole("step"),
@@ -100,8 +100,8 @@ class Heartbeat:
             "pace": list(self.pace),
         }
 
-    def place(self) -> tuple[int, int, int]:
-        """A value that is smaller for a rank that is behind; phases that alternate are compared by `events`."""
+    def progress(self) -> tuple[int, int, int]:
+        """A sort key, smaller for a rank that is behind; phases that alternate are compared by `events`."""
         phase = "forward" if self.phase in _ALTERNATING else self.phase
         return self.step, PHASES.index(phase), self.events
 

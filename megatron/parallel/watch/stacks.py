@@ -1,4 +1,4 @@
-"""The Python stacks of this process, and whether it waits for other ranks."""
+"""The Python stacks of this process, and a test for waiting on other ranks."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from types import FrameType
 
 from megatron.parallel.watch.flight_record import last_messages
 
-# Modules, and packages with all they hold, whose innermost call waits for other ranks.
+# Modules and packages in which the innermost call waits for other ranks.
 _WAITING = ("torch.distributed", "deepspeed", "megatron.parallel.messages", "megatron.parallel.rank_tree")
-# Those in which the main thread waits for a thread of this process.
+# Modules in which the main thread waits for another thread of this process.
 _HANDING = ("threading", "queue", "concurrent.futures", "torch.autograd.graph")
 _MOST_FRAMES = 64
 _MESSAGES = "last messages:"
 
 
 def read_stacks(limit_characters: int) -> tuple[str, bool]:
-    """The stacks of all threads but the calling one, the main thread's first, and whether this rank waits for others;
-    after the stacks, its last messages.
+    """Returns the stacks of all threads but the calling one, the main thread's first, with the last messages after
+    them; and whether this rank waits for others.
 
-    It does if the innermost call of its main thread is communication, or a wait for another of its threads whose
-    innermost call is. Sources are not read: they may lie on the file system that hangs.
+    It waits if the innermost call of its main thread is communication, or a wait for another thread whose innermost
+    call is. Source files are not read: they may be on the file system that hangs.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
@@ -44,7 +44,7 @@ def read_stacks(limit_characters: int) -> tuple[str, bool]:
 
 
 def main_stack(text: str) -> str:
-    """The main thread's part of a text of `read_stacks`."""
+    """The main thread's stack in the result of `read_stacks`."""
     return text.partition(f"\n{_MESSAGES}")[0].partition("\nthread ")[0]
 
 

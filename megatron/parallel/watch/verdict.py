@@ -1,4 +1,4 @@
-"""Which rank is the reason that a run ends, and what the user reads about it."""
+"""The rank that causes the end of a run, and the message to the user."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _AGAIN = "Saved checkpoints are intact: run the same command again."
 
 @dataclass(frozen=True)
 class RunEnd:
-    """Why and how all ranks of a run end now.
+    """The order to end a run.
 
     Attributes:
-        code: the exit code of all of them.
-        rank: the rank that it is about.
-        text: what the user reads, without a prefix.
-        silent: the ranks that do not answer, which somebody on their machine must end.
+        code: the exit code of all ranks.
+        rank: the rank that causes the end.
+        text: the message to the user, without a prefix.
+        silent: the ranks that do not reply, which another process on their machine must terminate.
         stacks: the stacks of all ranks, if they were collected.
     """
 
@@ -34,13 +34,13 @@ class RunEnd:
 
 
 @dataclass(frozen=True)
-class Account:
-    """What is known of a rank when a run seems to hang.
+class RankAccount:
+    """The state of a rank when a run seems to hang.
 
     Attributes:
-        silent_seconds: since its last message, if it does not answer.
-        waits: whether its main thread waits for other ranks.
-        stacks: of its threads, as `read_stacks` gives them.
+        silent_seconds: time since its last message, if it does not reply.
+        waits: its main thread waits for other ranks.
+        stacks: of its threads, from `read_stacks`.
     """
 
     rank: int
@@ -52,19 +52,19 @@ class Account:
 
     def __str__(self) -> str:
         if self.silent_seconds is not None:
-            return f"rank {self.rank}: {self.heartbeat}, has not answered for {self.silent_seconds:.0f} s"
+            return f"rank {self.rank}: {self.heartbeat}, no reply for {self.silent_seconds:.0f} s"
         state = ", waits for other ranks" if self.waits else ""
         return f"rank {self.rank}: {self.heartbeat}, no progress for {self.heartbeat.idle_seconds:.0f} s{state}"
 
 
-def find_culprit(accounts: Sequence[Account], limit_seconds: float) -> Account | None:
-    """The rank that the others wait for; None if all wait for one that makes progress.
+def find_culprit(accounts: Sequence[RankAccount], limit_seconds: float) -> RankAccount | None:
+    """Finds the rank that the others wait for; None if it makes progress.
 
-    First one that does not answer; then one that is stuck in anything but communication, and among several of those, or
-    if all are stuck in communication, the one that has come least far.
+    A rank that does not reply comes first, then one that is stuck outside communication. Among several of these, or if
+    all are stuck in communication, it is the one that is furthest behind.
 
     Args:
-        limit_seconds: without progress for this long, a rank is stuck.
+        limit_seconds: a rank without progress for this long is stuck.
     """
     silent = [account for account in accounts if account.silent_seconds is not None]
     if silent:
@@ -72,11 +72,11 @@ def find_culprit(accounts: Sequence[Account], limit_seconds: float) -> Account |
     stuck = [account for account in accounts if account.heartbeat.idle_seconds >= limit_seconds]
     working = [account for account in stuck if not account.waits]
     if working or len(stuck) == len(accounts):
-        return min(working or stuck, key=lambda account: account.heartbeat.place(), default=None)
+        return min(working or stuck, key=lambda account: account.heartbeat.progress(), default=None)
     return None
 
 
-def hang_verdict(culprit: Account, accounts: Sequence[Account]) -> RunEnd:
+def hang_verdict(culprit: RankAccount, accounts: Sequence[RankAccount]) -> RunEnd:
     """The end of a run because of a rank that hangs."""
     return RunEnd(
         ExitCode.HANG,
@@ -91,7 +91,7 @@ def lost_verdict(rank: int, process: ProcessIdentity, others: Heartbeat) -> RunE
     """The end of a run because of a rank that has ended without a message.
 
     Args:
-        others: where the other ranks are; what the lost one said last may be older.
+        others: the position of the other ranks; the last report of the lost one may be older.
     """
     text = (
         f"rank {rank} ({process}) ended without a message, while the others were in {others}. It was killed, for "
@@ -101,18 +101,18 @@ def lost_verdict(rank: int, process: ProcessIdentity, others: Heartbeat) -> RunE
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in order, those that follow each other as one range: "0 to 7, 12"."""
+    """Formats ranks in order, consecutive ones as a range: "0 to 7, 12"."""
     known = set(ranks)
     starts = sorted(rank for rank in known if rank - 1 not in known)
     ends = sorted(rank for rank in known if rank + 1 not in known)
     return ", ".join(f"{one}" if one == last else f"{one} to {last}" for one, last in zip(starts, ends, strict=True))
 
 
-def _hang_text(culprit: Account, accounts: Sequence[Account]) -> str:
+def _hang_text(culprit: RankAccount, accounts: Sequence[RankAccount]) -> str:
     if culprit.silent_seconds is not None:
         cause = (
-            f"rank {culprit.rank} ({culprit.process}) has not answered for {culprit.silent_seconds:.0f} s: it is "
-            f"stopped, or stuck outside Python. Its last report came from {culprit.heartbeat}."
+            f"rank {culprit.rank} ({culprit.process}) has not replied for {culprit.silent_seconds:.0f} s: it is "
+            f"stopped, or stuck outside Python. Its last report was in {culprit.heartbeat}."
         )
     else:
         flag = "--distributed-timeout-minutes" if culprit.heartbeat.is_starting else "--hang-timeout-seconds"
@@ -125,5 +125,5 @@ def _hang_text(culprit: Account, accounts: Sequence[Account]) -> str:
     return "\n".join([cause, *others[:_MOST_LINES], *more, f"All ranks end now. {_AGAIN}"])
 
 
-def _no_stack(account: Account) -> str:
-    return "  no stacks: it does not answer" if account.silent_seconds is not None else "  no stacks"
+def _no_stack(account: RankAccount) -> str:
+    return "  no stacks: no reply" if account.silent_seconds is not None else "  no stacks"

@@ -1,7 +1,7 @@
-"""Messages between the watching threads: JSON objects over TCP, each after its length; nothing received is trusted.
+"""Messages of the monitoring threads: JSON objects over TCP, each after its length; nothing received is trusted.
 
-A message that is longer than allowed, or no JSON object, ends the connection. `MessageFields` reads one value at a time
-and raises `ValueError` for what a rank cannot have sent.
+A message that is too long, or not a JSON object, ends the connection. `MessageFields` validates one value at a time and
+raises `ValueError` for values that no rank sends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 MESSAGE_BYTES = 65_536
 TEXT_CHARACTERS = 16_384
 _LENGTH_BYTES = 4
-_UNSENT_BYTES = 256 * MESSAGE_BYTES  # the stacks of many ranks may pass one of them
+_UNSENT_BYTES = 256 * MESSAGE_BYTES  # one rank may relay the stacks of many
 _READ_BYTES = 65_536
 
 
@@ -24,11 +24,11 @@ class Connection:
     """One end of a connection, which never blocks.
 
     Args:
-        opened: the socket, owned from now on.
+        opened: the socket; the connection takes ownership.
         limit_bytes: the longest message that is accepted; it may be raised later.
 
     Attributes:
-        blocked: the connections, of those that share this set, that have something left to send.
+        blocked: a set shared by several connections, of those with unsent data.
     """
 
     def __init__(self, opened: socket.socket, limit_bytes: int = MESSAGE_BYTES) -> None:
@@ -46,7 +46,7 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message as far as that is possible now; `flush` sends the rest."""
+        """Sends as much of a message as possible without waiting; `flush` sends the rest."""
         content = json.dumps(message).encode()
         if self.is_lost or len(content) > MESSAGE_BYTES or len(self._unsent) > _UNSENT_BYTES:
             self.is_lost = self.is_lost or len(self._unsent) > _UNSENT_BYTES
@@ -55,7 +55,7 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Sends as much as can be sent without waiting."""
+        """Sends as much as possible without waiting."""
         while self._unsent and not self.is_lost:
             try:
                 sent = self._socket.send(self._unsent)
@@ -69,7 +69,7 @@ class Connection:
         self.blocked.discard(self)
 
     def receive(self) -> list[MessageFields]:
-        """All messages that have arrived; afterwards `is_lost` says whether no more can come."""
+        """Returns all messages that have arrived; afterwards `is_lost` is set if no more can arrive."""
         self._read()
         messages: list[MessageFields] = []
         while len(self._unread) >= _LENGTH_BYTES:
@@ -98,7 +98,7 @@ class Connection:
         self._socket.close()
 
     def _read(self) -> None:
-        """Reads what is there, but no more than a message at a time, so that nobody can fill this rank's memory."""
+        """Reads at most one message at a time, so that a sender cannot fill this rank's memory."""
         while not self.is_lost and len(self._unread) < _LENGTH_BYTES + self.limit_bytes:
             try:
                 content = self._socket.recv(_READ_BYTES)
@@ -122,7 +122,7 @@ class MessageFields:
         return self.text("kind", 16)
 
     def values(self) -> Mapping[str, Any]:
-        """All of them, unchecked, for passing the message on."""
+        """All values, unchecked, to relay the message."""
         return self._values
 
     def has(self, name: str) -> bool:
@@ -150,7 +150,7 @@ class MessageFields:
         return value
 
     def text(self, name: str, limit: int = TEXT_CHARACTERS) -> str:
-        """A text, without characters that a terminal would obey."""
+        """A text, without control characters."""
         value = self._values.get(name)
         if type(value) is not str or len(value) > limit:
             raise ValueError(f"{name} is not a text of at most {limit} characters")

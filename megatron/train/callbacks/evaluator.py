@@ -76,7 +76,7 @@ class Evaluator(Callback):
             if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
                 continue
             run.watch.enter("evaluation", run.progress.step)
-            log.doing(f"evaluating the {name} data after step {run.progress.step}")
+            log.set_activity(f"evaluating the {name} data after step {run.progress.step}")
             losses[name] = mean_loss(run, dataset, count)
             run.report.evaluation(run.progress, name, prefix, losses[name])
             if losses[name] is None:

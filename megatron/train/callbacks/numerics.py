@@ -28,10 +28,10 @@ class SkippedRanges(Callback):
         if skipped is not None:
             first, last = skipped
             log.info(f"Skipped iterations {first} to {last} due to --skip-train-iteration-range flag.")
-            run.pass_over(last - first + 1)
+            run.skip_batches(last - first + 1)
 
 
-class PoisonedBatches(Callback):
+class SkippedBatches(Callback):
     """Skips the batches; as with a range that is skipped, the step is then taken on the batch after them.
 
     Args:
@@ -53,7 +53,7 @@ class PoisonedBatches(Callback):
         step, passed = run.progress.step + 1, []
         for _ in range(self._steps.count(step)):
             first = run.progress.consumed_samples
-            run.pass_over(1)
+            run.skip_batches(1)
             passed.append({"step": step, "first_sample": first, "last_sample": run.progress.consumed_samples - 1})
         for batch in passed:
             self._passed.append(batch)

@@ -127,7 +127,7 @@ class Saving(Callback):
         saving = run.config.saving
         self._is_due |= run.is_due(saving.save_interval) or (step.ends_epoch and saving.save_each_epoch)
         # Not after a bad step: if the weights themselves are to blame, the last good checkpoint stays the newest.
-        if self._is_due and not run.engine.gate.has_open_row:
+        if self._is_due and not run.engine.gate.in_bad_streak:
             self._is_due = False
             self._reports.flush(run)
             self.save(run)
@@ -161,7 +161,7 @@ class Saving(Callback):
         run.watch.enter("save", run.progress.step)
         if run.config.saving.save is None:
             return
-        log.doing(f"saving step {run.progress.step}")
+        log.set_activity(f"saving step {run.progress.step}")
         writer = self.writer
         if writer is None:
             if self.saved_step != run.progress.step:
@@ -171,7 +171,7 @@ class Saving(Callback):
         record = run_on_all(run.mesh, lambda: self._record_to_save(run, must_succeed=must_succeed))
         if record is not None:
             self._followers.before_save(run)
-            writer.begin(run.progress.step, _pieces(run), record)
+            writer.start_save(run.progress.step, _pieces(run), record)
         elif self.saved_step != run.progress.step:
             self._save_at_once(run, must_succeed=True)
         writer.stall_seconds = waited_seconds + time.monotonic() - began_at

@@ -80,7 +80,7 @@ class StepReports(Callback):
             if step.weight_norms is not None:
                 metrics += norm_metrics(run.engine.layer_names, step.weight_norms)
             run.report.step(step.progress, step.result, step.learning_rate, step.seconds, metrics)
-            run.progress = run.progress.counted(is_skipped=step.result.skipped, is_bad=step.result.bad_in_a_row > 0)
+            run.progress = run.progress.counted(is_skipped=step.result.skipped, is_bad=step.result.consecutive_bad > 0)
             check_numbers(run, step.progress, step.result)
             self._check_scale(run, step.progress, step.result)
             self._count(run, step.progress, step.result)
@@ -128,7 +128,7 @@ def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
     Raises:
         NumericsError: more than --max-bad-steps consecutive steps were not applied.
     """
-    if step.bad_in_a_row == 0:
+    if step.consecutive_bad == 0:
         return
     safety = run.config.safety
     wrong = f"iteration {progress.step}: loss {step.loss}, gradient norm {step.gradient_norm}"
@@ -138,9 +138,9 @@ def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
         wrong += f". {step.finite_check.describe(run.engine.layer_names, run.mesh)}"
     first = progress.consumed_samples - step.sample_count
     wrong += f". The update was not applied (samples {first} to {progress.consumed_samples - 1})"
-    if step.bad_in_a_row <= safety.max_bad_steps:
+    if step.consecutive_bad <= safety.max_bad_steps:
         if run.mesh.control.rank == 0:
-            log.warning(f"{wrong}; {step.bad_in_a_row} of at most {safety.max_bad_steps} consecutive such steps.")
+            log.warning(f"{wrong}; {step.consecutive_bad} of at most {safety.max_bad_steps} consecutive such steps.")
         return
     raise NumericsError(
         f"{wrong}, and --max-bad-steps {safety.max_bad_steps} allows no more such steps in a row. The last checkpoint "

@@ -7,26 +7,26 @@ from importlib import import_module
 
 from megatron.train.callback import Callback, CallbackList, CallbackSetup
 from megatron.train.callbacks.activity import ActivityReports
-from megatron.train.callbacks.collecting import CollectingGarbage
 from megatron.train.callbacks.distillation import Distillation
-from megatron.train.callbacks.keeping import Keeping
-from megatron.train.callbacks.numerics import PoisonedBatches, ReplicaCheck, SkippedRanges, Spikes
+from megatron.train.callbacks.garbage_collection import GarbageCollection
+from megatron.train.callbacks.numerics import ReplicaCheck, SkippedBatches, SkippedRanges, Spikes
 from megatron.train.callbacks.profiling import Profiling
-from megatron.train.callbacks.slowest_rank import SlowestRankReports
+from megatron.train.callbacks.retention import Retention
+from megatron.train.callbacks.straggler_detection import StragglerDetection
 from megatron.train.callbacks.watching import Watching
 
 CALLBACK_CLASSES: tuple[type[Callback], ...] = (
     SkippedRanges,
-    PoisonedBatches,
+    SkippedBatches,
     Distillation,
     Profiling,
     Spikes,
     ReplicaCheck,
     Watching,
     ActivityReports,
-    SlowestRankReports,
-    Keeping,
-    CollectingGarbage,
+    StragglerDetection,
+    Retention,
+    GarbageCollection,
 )
 
 # Those that companions add: module and class by the flag's field. They are imported if the flag is given, by name,

@@ -19,7 +19,7 @@ from megatron.config.rules.checking import world_problems
 from megatron.config.rules.precision import supported_dtype
 from megatron.config.run_config import RunRequest
 from megatron.config.run_sections import fields_of
-from megatron.cuda_driver import largest_gpu_memory_bytes, why_no_cuda
+from megatron.cuda_driver import cuda_unavailable_reason, largest_gpu_memory_bytes
 from megatron.engine.memory.closed_form import Partitioning, predicted_bytes
 from megatron.errors import ConfigError, LaunchError, MegatronError
 from megatron.host_memory import available_memory_bytes, total_memory_bytes
@@ -42,7 +42,7 @@ def launch_failures(
             compared.
         is_sound: no rule between the fields of the request is broken.
     """
-    reason = why_no_cuda()
+    reason = cuda_unavailable_reason()
     device = "cpu" if reason else "cuda"  # without a reason torch will report it
     machine = Machine(device, 1, not reason, supports_bf16=True, device_reason=reason, supports_fp8=not reason)
     problems = list(supported_dtype(request, machine))
@@ -157,7 +157,7 @@ def _sizes(request: RunRequest) -> ModelConfig:
 
 def _room(ranks: Ranks) -> _Room | None:
     """The memory of this rank's device; on a CPU all ranks that are known to be here share it."""
-    if not why_no_cuda():
+    if not cuda_unavailable_reason():
         total = largest_gpu_memory_bytes()
         return None if total is None else _Room("the largest GPU here", 1, total, total)
     total, free = total_memory_bytes(), available_memory_bytes()

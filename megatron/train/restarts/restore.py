@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron import log
-from megatron.checkpoint import Found, find, folder_of_step, load_newest, newest_record
-from megatron.checkpoint.keeping.node_copies import Nodes, collect
+from megatron.checkpoint import LoadedCheckpoint, find, folder_of_step, load_newest, newest_record
 from megatron.checkpoint.manifest import MANIFEST_NAME, folder_step, read_manifest
 from megatron.checkpoint.record import Progress, Record
 from megatron.checkpoint.recovery import only_of_run
+from megatron.checkpoint.retention.node_copies import Nodes, collect
 from megatron.checkpoint.storage import DISK
 from megatron.config import LoadingConfig, OptimConfig, RunConfig
 from megatron.config.flags.paths import is_address
 from megatron.config.schedule import is_done
 from megatron.config.sections.optimizers import AVERAGING
-from megatron.config.sections.reporting import UPSTREAMS_STYLE
+from megatron.config.sections.reporting import MEGATRON_STYLE
 from megatron.engine.engine import Engine
-from megatron.engine.state import refresh_weights, wanted_pieces
+from megatron.engine.state import pieces_to_load, refresh_weights
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.parallel.agreement import run_on_all, run_on_first
 from megatron.parallel.mesh import ParallelMesh
@@ -61,7 +61,7 @@ class SavedRun:
     """
 
     record: Record
-    found: Found
+    found: LoadedCheckpoint
     folder_run_id: str = ""
     secondary: Path | None = None
 
@@ -164,7 +164,7 @@ def find_saved_run(config: RunConfig, mesh: ParallelMesh, secondary: Path | None
     return None
 
 
-def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: ParallelMesh) -> Found | None:
+def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: ParallelMesh) -> LoadedCheckpoint | None:
     """The newest checkpoint of a folder, after what only the nodes' copies hold has been put there; collective."""
     check = only_of_run(folder_run_id, source)
     newest, damage = None, None
@@ -185,7 +185,7 @@ def _newest_on_nodes(source: Path, copies: Path, folder_run_id: str, mesh: Paral
 def _say_what_is_missing(config: RunConfig, folder: Path) -> None:
     """Logs that a run starts anew; a warning, unless it will save there itself, as the first start of a run does."""
     load, save = str(config.loading.load), config.saving.save
-    is_upstreams = config.report.log_style == UPSTREAMS_STYLE  # then scripts look for upstream's words
+    is_upstreams = config.report.log_style == MEGATRON_STYLE  # then scripts look for upstream's words
     upstream = f" (Unable to find latest file at {folder / 'latest'})" if is_upstreams and not is_address(load) else ""
     if save is not None and Path(save).absolute() == folder:
         log.info(f"no checkpoint in {load} yet: starting at iteration 0{upstream}")
@@ -233,10 +233,10 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
         )
     source = _source(config, engine.mesh)
     optimizer = _saved_optim(saved.record).get("optimizer")
-    begins_with_means = not with_optimizer and optimizer in AVERAGING
+    starts_from_averages = not with_optimizer and optimizer in AVERAGING
     loaded = load_newest(
         source,
-        lambda: wanted_pieces(engine, with_optimizer=with_optimizer, begins_with_means=begins_with_means),
+        lambda: pieces_to_load(engine, with_optimizer=with_optimizer, starts_from_averages=starts_from_averages),
         engine.mesh,
         known=saved.found,
         check=only_of_run(saved.folder_run_id, source),
@@ -250,7 +250,7 @@ def load_tensors(config: RunConfig, engine: Engine, saved: SavedRun | None) -> t
     refresh_weights(engine, updates, averaging_weight=weight, restarts_averages=restarts)
     if with_optimizer:
         engine.view.restore_loss_scale(record.loss_scale)
-    if begins_with_means:
+    if starts_from_averages:
         log.info(f"training begins with the mean of the iterates in {loaded.path} (--optimizer {optimizer})")
     if loading.finetune:
         what = "weights and optimizer state" if with_optimizer else "weights"
@@ -353,9 +353,8 @@ def _settle_secondary(folder: Path, own: RunIdentity, config: RunConfig, saved: 
     newest = candidates[0].step if candidates else -1
     if saved is not None and _names_one(config, saved) and newest > saved.record.progress.step:
         raise CheckpointError(
-            f"--save-secondary {folder} holds a copy of iteration {newest}, which the next run would "
-            f"continue from, and this one goes back to iteration {saved.record.progress.step}. Give --save-secondary "
-            "another folder."
+            f"--save-secondary {folder} holds a copy of iteration {newest}, which the next run would continue from, "
+            f"and this one goes back to iteration {saved.record.progress.step}. Give --save-secondary another folder."
         )
     if read_identity(folder) != own:
         write_identity(folder, own)

@@ -16,13 +16,13 @@ from megatron import device, log
 from megatron.checkpoint.record import Record
 from megatron.config import FinetuningConfig, LoadingConfig, ModelConfig, RunConfig
 from megatron.config.sections.computation import INDUCTOR
-from megatron.config.sections.reporting import UPSTREAMS_STYLE, ReportConfig
+from megatron.config.sections.reporting import MEGATRON_STYLE, ReportConfig
 from megatron.engine.cuda_graphs import AUTO, any_failed_on, graph_refusal
 from megatron.engine.deepspeed_internals.parameters import whole_numel
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing, frozen_names, is_frozen
-from megatron.engine.gradients.gradient_figures import NOISE, NORMS, ZEROS
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, frozen_names, is_frozen
+from megatron.engine.gradients.gradient_stats import NOISE, NORMS, ZEROS
 from megatron.engine.gradients.update_gate import StepChecks
 from megatron.engine.optimizers.plans import plan_of
 from megatron.engine.pipeline.passes import PipelineSettings
@@ -50,7 +50,7 @@ def open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) ->
     engine = build_engine(config, mesh, freezing)
     check_layers(engine, config.model.num_layers)
     sizes = parameter_counts(engine)
-    if config.report.log_style == UPSTREAMS_STYLE:
+    if config.report.log_style == MEGATRON_STYLE:
         log.info(size_line(mesh.tp.rank, mesh.pp.rank, *sizes[:2]))
     if freezing.frozen:
         log.info(trained_line(sizes[2], sizes[0]))
@@ -59,7 +59,7 @@ def open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) ->
     return engine, sizes
 
 
-def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: Freezing = EVERYTHING_IS_TRAINED) -> Engine:
+def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: FreezeSpec = NOTHING_FROZEN) -> Engine:
     """The training engine of a resolved configuration."""
     if config.kernels.compile:
         check_compiler(config.kernels.compile_backend, mesh.device)
@@ -258,7 +258,7 @@ def find_freezing(
     network: Sequence[LayerSpec],
     mesh: ParallelMesh,
     record: Record | None,
-) -> Freezing:
+) -> FreezeSpec:
     """The frozen parameters, with those that the checkpoint lacks because they were frozen when it was saved.
 
     Args:
@@ -271,7 +271,7 @@ def find_freezing(
     before = () if continued is None else _patterns(continued.config)
     began_at = {} if continued is None else continued.began_at
     if not finetuning.freeze and not before and not began_at:
-        return EVERYTHING_IS_TRAINED
+        return NOTHING_FROZEN
     names = parameter_names(network)
     frozen = frozen_names(finetuning.freeze, names) if finetuning.freeze else frozenset()
     thawed = frozenset(name for pattern in before for name in fnmatch.filter(names, pattern)) - frozen
@@ -285,7 +285,7 @@ def find_freezing(
                 f"{len(thawed)} parameters that were frozen are trained from here on ({_listed(sorted(thawed))}): "
                 "their moments start from zero."
             )
-    return Freezing(frozen, thawed, counts, {name: weight for name, weight in weights.items() if weight})
+    return FreezeSpec(frozen, thawed, counts, {name: weight for name, weight in weights.items() if weight})
 
 
 def _patterns(saved: Mapping[str, Any]) -> Sequence[str]:

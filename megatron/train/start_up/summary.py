@@ -15,7 +15,7 @@ from megatron.config import KernelConfig, ModelConfig, ParallelConfig, ReportCon
 from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.config.flags.legacy import IGNORING
 from megatron.config.schedule import global_batch_size, planned_iterations, samples_after
-from megatron.data.build import TakenSource, taken_sources
+from megatron.data.build import SourceUsage, source_usages
 from megatron.engine.cuda_graphs import OFF
 from megatron.engine.ds_config import deepspeed_config
 from megatron.engine.engine import Engine
@@ -60,7 +60,7 @@ def show_start(
     """
     mesh, active = engine.mesh, sizes[0] - idle_expert_parameters(config.model)
     plan, train = data.plan, data.datasets.train
-    shares = [] if plan.train is None or train is None else taken_sources(plan.train, train, plan.sequence_length)
+    shares = [] if plan.train is None or train is None else source_usages(plan.train, train, plan.sequence_length)
     ignored = ", ".join(sentence.partition(f" {IGNORING}")[0] for sentence in config.ignored)
     rows = [
         ("model", f"{size_text(*sizes, active)}: {_shape(config.model, config.precision.shown_name)}"),
@@ -200,7 +200,7 @@ def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[R
     ]
 
 
-def shares_text(shares: Sequence[TakenSource]) -> str:
+def shares_text(shares: Sequence[SourceUsage]) -> str:
     """The shares of the run's largest sources; the rest is summed up."""
     largest = sorted(shares, key=lambda share: -share.ratio)[:_SOURCES]
     texts = [f"{share.name} {share.ratio:.1%} ({share.epochs:.2f} epochs)" for share in largest]

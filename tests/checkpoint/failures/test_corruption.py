@@ -16,7 +16,7 @@ import pytest
 
 from megatron.checkpoint import (
     DamagedError,
-    Found,
+    LoadedCheckpoint,
     SaveOptions,
     load,
     load_newest,
@@ -155,7 +155,7 @@ def test_every_mutation_is_detected_before_a_tensor_is_modified(
         assert not touched
         if trial % 10 == 0:
             sink = whole_sink(STATE)
-            assert load_newest(tmp_path, sink.wanted, MESH) == Found(
+            assert load_newest(tmp_path, sink.wanted, MESH) == LoadedCheckpoint(
                 {"progress": {"step": 1}}, tmp_path / "iter_0000001"
             )
             sink.check()
@@ -215,7 +215,7 @@ def first_of_two(values: dict[str, Any]) -> None:
 HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("format", "pickle"), "has format 'pickle'"),
     (put("format_version", 3), "has format_version 3; this program reads 2. Read it with the program version"),
-    (put("step", 7), "is of step 7, not of its folder's step 2"),
+    (put("step", 7), "is for step 7, but its folder is for step 2"),
     (put("step", -1), "step is -1"),
     (put("step", 2**70), "not an integer in range"),
     (put("step", True), "step is True"),
@@ -227,67 +227,67 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("files", 0, 0, "../../etc/passwd"), "file name '../../etc/passwd' is not of the form"),
     (put("files", 0, 0, "/etc/passwd"), "file name '/etc/passwd' is not of the form"),
     (put("files", 0, 0, "pieces_00000.safetensors\n"), "is not of the form"),
-    (put("files", 0, 1, 2**61), "does not fit its number of chunk digests"),
+    (put("files", 0, 1, 2**61), "does not match its number of chunk digests"),
     (put("files", 0, 2, "abc"), "'abc' is not a SHA-256 digest"),
     (put("files", 0, 3, 0, 5), "5 is not a SHA-256 digest"),
     (lambda values: values["files"].append(values["files"][0]), "a file appears twice"),
     (lambda values: values["tensors"].append(values["tensors"][0]), "a tensor appears twice"),
-    (put("tensors", 0, 0, 5), "tensor name 5 is not a text"),
+    (put("tensors", 0, 0, 5), "tensor name 5 is not a string"),
     (put("tensors", 0, 1, [2**40, 2**40]), "shape of .* is too large"),
     (put("tensors", 0, 1, "x"), "shape of .* is not a list of numbers"),
     (put("tensors", 0, 1, [1] * 17), "shape of .* is not a list of numbers"),
-    (put("pieces", 0, 0, 99), "index 99 points beyond its table"),
+    (put("pieces", 0, 0, 99), "index 99 is out of range"),
     (put("pieces", 0, 1, 1.5), "an index is 1.5"),
-    (put("pieces", 0, 2, 0), "have different element types|take more than that"),
+    (put("pieces", 0, 2, 0), "have different element types|less than its pieces and header"),
     (put("kinds", ["x"] * 4), "unknown kind"),
     (put("types", ["x"] * 9), "unknown kind or element type 'x'"),
-    (put("pieces", 0, 4, [100, 100]), r"box \[.*\] does not lie in shape"),
-    (put("pieces", 0, 6, 10**6), "range .* does not lie in a box"),
+    (put("pieces", 0, 4, [100, 100]), r"box \[.*\] is not within shape"),
+    (put("pieces", 0, 6, 10**6), "range .* is not within a box"),
     (put("run", 5), "run is 5, not a name"),
     (put("run", "x" * 501), "run is 'x+\\.\\.\\., not a name"),
     (put("format_version", True), "has format_version True; this program reads 2"),
     (
         put("tensors", 0, 0, "a\x1b]0;b\x07"),
-        r"tensor name 'a\\x1b\]0;b\\x07' is not a text of up to 500 printable letters",
+        r"tensor name 'a\\x1b\]0;b\\x07' is not a string of up to 500 printable characters",
     ),
-    (put("tensors", 0, 0, "a\nb"), r"tensor name 'a\\nb' is not a text"),
-    (put("tensors", 0, 0, "\ud800"), r"tensor name '\\ud800' is not a text"),
-    (put("tensors", 0, 0, "x" * 501), "is not a text of up to 500 printable letters"),
-    (lambda values: values["tensors"].append(["more", [1]]), "no piece of tensor more is in any file"),
-    (put("pieces", []), "no piece (lies in pieces_00000.safetensors|of tensor .* is in any file)"),
+    (put("tensors", 0, 0, "a\nb"), r"tensor name 'a\\nb' is not a string"),
+    (put("tensors", 0, 0, "\ud800"), r"tensor name '\\ud800' is not a string"),
+    (put("tensors", 0, 0, "x" * 501), "is not a string of up to 500 printable characters"),
+    (lambda values: values["tensors"].append(["more", [1]]), "tensor more has no pieces"),
+    (put("pieces", []), "has no pieces"),
     (lambda values: values.update(pieces=[], files=[], tensors=[]), "it lists no pieces"),
-    (lambda values: first_of_two(values), r"is not whole: .* are in (no|two) piece"),
-    (put("record", {"a": [0] * 2**20}), "is not a manifest: it holds more than 1048576 values"),
-    (put("pieces", 0, 7, 1), "index 1 points beyond its table"),
-    (lambda values: values["files"].clear(), "index 0 points beyond its table"),
+    (lambda values: first_of_two(values), r"is incomplete: .* are (missing|in two piece)"),
+    (put("record", {"a": [0] * 2**20}), "is not a manifest: it has more than 1048576 values"),
+    (put("pieces", 0, 7, 1), "index 1 is out of range"),
+    (lambda values: values["files"].clear(), "index 0 is out of range"),
 ]
 VERSION_2: list[tuple[Callable[[dict[str, Any]], object], str]] = [
-    (lambda values: values["pieces"].pop(), "is not whole: tensor .* are in no piece|no piece of tensor"),
-    (lambda values: values["pieces"].append(values["pieces"][-1]), "is not whole: tensor .* are in two pieces"),
-    (put("files", 0, 1, CHUNK_BYTES), "does not fit its number of chunk digests"),
-    (lambda values: shrink(values, 8), r"has \d+ bytes, and its pieces and header take more than that"),
-    (lambda values: values["files"].append(spare_file(values)), "no piece lies in pieces_00001.safetensors"),
+    (lambda values: values["pieces"].pop(), "is incomplete: tensor .* are missing|has no pieces"),
+    (lambda values: values["pieces"].append(values["pieces"][-1]), "is incomplete: tensor .* are in two pieces"),
+    (put("files", 0, 1, CHUNK_BYTES), "does not match its number of chunk digests"),
+    (lambda values: shrink(values, 8), r"has \d+ bytes, less than its pieces and header"),
+    (lambda values: values["files"].append(spare_file(values)), "pieces_00001.safetensors has no pieces"),
     (lambda values: values["pieces"][0].extend([0, 1]), r"has parts of 1 in steps of 0"),
     (lambda values: values["pieces"][0].extend([1, 0]), r"has parts of 0 in steps of 1"),
     (lambda values: values["pieces"][0].extend([1, 10**9]), r"has parts of 1000000000 in steps of 1"),
-    (lambda values: values["pieces"][0].extend([1, 1]), r"index \d+ points beyond its table"),
-    (lambda values: values["pieces"][0].extend([2**61, 1]), r"index \d+ points beyond its table"),
+    (lambda values: values["pieces"][0].extend([1, 1]), r"index \d+ is out of range"),
+    (lambda values: values["pieces"][0].extend([2**61, 1]), r"index \d+ is out of range"),
     (lambda values: values["pieces"][0].extend([1]), "pieces is not a list of rows of 8 or 10"),
-    (put("indexes", [["index_00000.json", 5, "0" * 64, 1]]), "it has files and index files; one of both must be empty"),
+    (put("indexes", [["index_00000.json", 5, "0" * 64, 1]]), "it has both files and index files"),
 ]
 INDEXED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (put("indexes", 0, 0, "../index_00000.json"), "index file name '../index_00000.json' is not of the form"),
     (put("indexes", 0, 1, -1), "size of index_00000.json is -1"),
-    (put("indexes", 0, 1, 2**50), r"has 1125899906842624 bytes; a manifest has at most"),
-    (put("indexes", 0, 1, 5), "index_00000.json is damaged: it is not the index file that its manifest describes"),
-    (put("indexes", 0, 2, "0" * 64), "it is not the index file that its manifest describes"),
+    (put("indexes", 0, 1, 2**50), r"has 1125899906842624 bytes; a manifest for files of these sizes has at most"),
+    (put("indexes", 0, 1, 5), "index_00000.json is damaged: it does not match the digest in the manifest"),
+    (put("indexes", 0, 2, "0" * 64), "it does not match the digest in the manifest"),
     (put("indexes", 0, 2, 5), "5 is not a SHA-256 digest of index_00000.json"),
     (put("indexes", 0, 3, 0), "index_00000.json has no files"),
     (put("indexes", 0, 3, 2), "it has 1 files and should have 2"),
     (put("indexes", 0, 3, 2**61), r"it has \d+ files; 1048576 are allowed"),
     (lambda values: values["indexes"].append(values["indexes"][0]), "an index file appears twice"),
     (put("run", "other"), "index_00000.json is not a valid manifest: it is not an index file of this checkpoint"),
-    (put("chunk_bytes", 64), "does not fit its number of chunk digests"),
+    (put("chunk_bytes", 64), "does not match its number of chunk digests"),
 ]
 CASES = [
     *(("version 2", *case) for case in [*HOSTILE, *VERSION_2]),
@@ -343,7 +343,7 @@ def test_non_object_json_and_a_huge_manifest_are_rejected(tmp_path: Path) -> Non
     path = save_step(tmp_path, 2)
     with (path / "manifest.json").open("r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(DamagedError, match=r"has 1099511627776 bytes; a manifest has at most"):
+    with pytest.raises(DamagedError, match=r"has 1099511627776 bytes; a manifest for files of these sizes has at most"):
         read_record(path)
     (path / "manifest.json").write_text("")
     with pytest.raises(DamagedError, match="does not end with its digest"):
@@ -354,7 +354,7 @@ def test_a_changed_digit_is_reported_as_damage(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     text = (path / "manifest.json").read_text()
     (path / "manifest.json").write_text(text.replace('"step": 2', '"step": 3', 1))
-    with pytest.raises(DamagedError, match="its content does not have the digest"):
+    with pytest.raises(DamagedError, match="its content does not match digest"):
         read_record(path)
 
 
@@ -373,7 +373,7 @@ def test_swapped_chunks_inside_a_file_are_detected(tmp_path: Path) -> None:
 def test_a_wrong_digest_of_a_whole_file_is_detected(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     reseal(path / "manifest.json", put("files", 0, 2, "0" * 64))
-    with pytest.raises(DamagedError, match=f"{FILE} does not have the digest in its manifest"):
+    with pytest.raises(DamagedError, match=f"{FILE} does not match the digest in its manifest"):
         verify(path)
 
 
@@ -381,7 +381,7 @@ def test_a_file_of_wrong_size_is_detected_on_open(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
     with (path / FILE).open("ab") as file:
         file.write(b"x")
-    with pytest.raises(DamagedError, match=rf"{FILE} has \d+ bytes, but its manifest says \d+"):
+    with pytest.raises(DamagedError, match=rf"{FILE} has \d+ bytes; its manifest expects \d+"):
         list(read_tensors(path, kind="master"))
 
 

@@ -19,7 +19,7 @@ from megatron.checkpoint import SaveOptions, load_newest, save
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state, whole_sink
-from tests.reliability.disks.memory_disk import Operation, RecordingStorage
+from tests.helpers.machines.memory_disk import Operation, RecordingStorage
 
 MESH = ParallelMesh.single()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (9, 5), "b": (40,)}

@@ -125,7 +125,7 @@ def test_failure_at_any_operation_keeps_the_earlier_checkpoint(tmp_path: Path, n
             text = str(failure)
             assert str(tmp_path) in text
             assert errno.errorcode[number] in text
-            assert "bytes are free" in text
+            assert "free space: " in text
             assert "needs" in text
         names = sorted(entry.name for entry in tmp_path.iterdir() if entry.name != "other")
         hint = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
@@ -153,7 +153,7 @@ def test_a_disk_that_fills_at_every_64th_byte_keeps_the_earlier_checkpoint(
     pieces_only = next(alike.glob("pieces*")).stat().st_size
     for room in range(0, total, 64):
         with pytest.raises(
-            StorageError, match=r"No space left on device \(ENOSPC\); this file needs \d+ bytes"
+            StorageError, match=r"No space left on device \(ENOSPC\); the file needs \d+ bytes"
         ) as caught:
             save_seed(tmp_path, 2, 2, FaultyStorage(full_after_bytes=room, short=room % 128 == 0))
         assert ("manifest.json" in str(caught.value)) == (room >= pieces_only)
@@ -189,7 +189,7 @@ def test_insufficient_disk_space_is_reported_before_writing(tmp_path: Path) -> N
             return 1000
 
     storage = Small()
-    with pytest.raises(StorageError, match=r"no room for a checkpoint in .*: it needs \d+ bytes, 1000 bytes are free"):
+    with pytest.raises(StorageError, match=r"not enough space for a checkpoint in .*: it needs \d+ bytes, 1000 bytes"):
         save_seed(tmp_path, 1, 1, storage)
     assert "write" not in storage.operations
 
@@ -197,9 +197,9 @@ def test_insufficient_disk_space_is_reported_before_writing(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("number", "advice"),
     [
-        (errno.ENOENT, r"All nodes must see the same --save directory"),
-        (errno.EROFS, r"Read-only file system \(EROFS\).* Make it writable for this user, or give --save another dir"),
-        (errno.ENOSPC, r"\(ENOSPC\).* Free space there or give --save another directory"),
+        (errno.ENOENT, r"The --save directory must be shared by all nodes"),
+        (errno.EROFS, r"Read-only file system \(EROFS\).* Make it writable for this user, or use another --save dir"),
+        (errno.ENOSPC, r"\(ENOSPC\).* Free some space or use another --save directory"),
     ],
 )
 def test_what_refuses_a_file_is_told_with_the_way_out(tmp_path: Path, number: int, advice: str) -> None:

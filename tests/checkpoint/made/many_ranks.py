@@ -144,7 +144,7 @@ class Network:
                 described.append(describe(stored))
         rows = {each.digest: json.loads(json.dumps(each.rows)) for each in described}
         numbers, rows_of = [[*each.numbers] for each in described], [each.digest for each in described]
-        written = saving._Written(files, numbers, rows_of, rows)
+        written = saving._WrittenFiles(files, numbers, rows_of, rows)
         saving._commit(temporary, 7, "run", {"progress": {"step": 7}}, written, options)
         return directory / folder_name(7)
 

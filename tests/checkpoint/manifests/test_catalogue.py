@@ -35,7 +35,7 @@ def test_parts_end_with_their_file() -> None:
 def test_what_is_stored_of_a_tensor() -> None:
     assert CATALOGUE.names() == ["a", "b"]
     assert CATALOGUE.kinds("a") == ["master"] and CATALOGUE.kinds("c") == []
-    assert CATALOGUE.served_kind("a", "weight") == "master" and CATALOGUE.served_kind("a", "exp_avg") is None
+    assert CATALOGUE.source_kind("a", "weight") == "master" and CATALOGUE.source_kind("a", "exp_avg") is None
     assert CATALOGUE.shape("a") == (5, 4) and CATALOGUE.shape("c") is None
     assert CATALOGUE.dtype("b", "weight") == "BF16"
 

@@ -19,6 +19,7 @@ class FastStorage(Storage):
         pass
 
 
+@pytest.mark.full
 def test_1024_ranks_save_and_others_load(tmp_path: Path) -> None:
     network = Network(1024, 1, 64)
     folder = network.save(tmp_path, SaveOptions(storage=FastStorage()))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import load, verify
-from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from megatron.checkpoint.manifests.reading import read_index
 from megatron.checkpoint.manifests.writing import manifest_texts
+from megatron.checkpoint.retention.copying import copy_checkpoint
 from megatron.errors import CheckpointError, DamagedError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
@@ -58,12 +58,12 @@ def test_an_index_file_of_another_save_is_damage(tmp_path: Path) -> None:
         rewrite(folder, "indexed")
     (path / "index_00000.json").write_bytes((other / "index_00000.json").read_bytes())
     (index,) = read_manifest(path).indexes
-    with pytest.raises(DamagedError, match="it is not the index file that its manifest describes"):
+    with pytest.raises(DamagedError, match="it does not match the digest in the manifest"):
         read_index(path, index, CountingStorage())
 
 
 def test_the_record_must_be_json() -> None:
-    with pytest.raises(CheckpointError, match="the record that goes with the checkpoint is not JSON"):
+    with pytest.raises(CheckpointError, match="the record of the checkpoint is not JSON"):
         manifest_texts(1, "run", {"a": float("nan")}, 64, [], [])
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import newest_record
-from megatron.checkpoint.keeping import copying
-from megatron.checkpoint.keeping.copying import copy_checkpoint
 from megatron.checkpoint.object_storage import ObjectStorage
 from megatron.checkpoint.publish import remove_checkpoint
 from megatron.checkpoint.recovery import find
+from megatron.checkpoint.retention import copying
+from megatron.checkpoint.retention.copying import copy_checkpoint
 from megatron.checkpoint.storage import DISK, read_head, write_file
 from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from tests.checkpoint.keeping.checkpoints import MESH, loaded_seed, save_step
+from tests.checkpoint.retention.checkpoints import MESH, loaded_seed, save_step
 from tests.helpers.tiny_run import train, write_tiny_corpus
 from tools import checkpoints
 
@@ -161,7 +161,9 @@ def test_objects(place: Path) -> None:
 
 
 def test_an_unknown_store_is_refused() -> None:
-    with pytest.raises(ConfigError, match=re.escape("nostore://bucket/run needs fsspec with support for nostore://")):
+    with pytest.raises(
+        ConfigError, match=re.escape("nostore://bucket/run requires fsspec with support for nostore://")
+    ):
         ObjectStorage().names(Path("nostore://bucket/run"))
 
 

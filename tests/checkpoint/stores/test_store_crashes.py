@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import find, verify
-from megatron.checkpoint.keeping.copying import copy_checkpoint
-from megatron.checkpoint.keeping.retention import KeepRules, Retention
 from megatron.checkpoint.publish import remove_checkpoint, sweep
+from megatron.checkpoint.retention.copying import copy_checkpoint
+from megatron.checkpoint.retention.pruning import Pruner, RetentionRules
 from megatron.checkpoint.storage import DISK
-from tests.checkpoint.keeping.checkpoints import MESH, Death, loaded_seed, save_step
+from tests.checkpoint.retention.checkpoints import MESH, Death, loaded_seed, save_step
 
 fsspec = pytest.importorskip("fsspec")
 memory = pytest.importorskip("fsspec.implementations.memory")
@@ -108,6 +108,6 @@ def test_a_deletion_that_dies_leaves_the_checkpoint_whole_or_gone(store: MortalS
         left.append([candidate.step for candidate in find(place)])
         assert loaded_seed(place) == 2 and all_are_whole(place)
         sweep(place, DISK)
-        Retention(KeepRules(1), DISK).apply(place / "iter_0000002")
+        Pruner(RetentionRules(1), DISK).apply(place / "iter_0000002")
         assert DISK.names(place) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
     assert left == [[2, 1]] + [[2]] * (len(left) - 1) and len(left) > 2 and not store.copies

@@ -22,10 +22,10 @@ def test_what_is_usual_or_exact_is_accepted(probability: float) -> None:
 @pytest.mark.parametrize(
     ("probability", "sentence"),
     [
-        (1e-6, r"--hidden-dropout 1e-06 is not possible: .* of 1/65536, here to 0.0\. Use 0 or 1.52587890625e-05\."),
-        (2e-5, r"2e-05 is not possible: .* to 1.52587890625e-05\. Use 1.52587890625e-05 or 3.0517578125e-05\."),
-        (0.999999, r"0.999999 is not possible: .* here to 1\.0\. Use 0.9999847412109375\."),
-        (0.99998, r"0.99998 is not possible: .* Use 0.999969482421875 or 0.9999847412109375\."),
+        (1e-6, r"--hidden-dropout 1e-06 cannot be represented: .* of 1/65536, .* Use 0 or 1.52587890625e-05\."),
+        (2e-5, r"2e-05 cannot be represented: .* to 1.52587890625e-05\. Use 1.52587890625e-05 or 3.0517578125e-05\."),
+        (0.999999, r"0.999999 cannot be represented: .* here to 1\.0\. Use 0.9999847412109375\."),
+        (0.99998, r"0.99998 cannot be represented: .* Use 0.999969482421875 or 0.9999847412109375\."),
     ],
 )  # fmt: skip
 def test_what_rounding_would_change_is_refused(probability: float, sentence: str) -> None:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from megatron.config.sections.model import idle_fields
+from megatron.config.sections.model import unused_fields
 from tests.config.command_lines import small
 
 LATENT = (
@@ -41,8 +41,8 @@ def test_with_mup_the_scores_are_stretched_as_well() -> None:
 
 def test_fields_without_effect() -> None:
     widths = {"q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"}
-    assert widths | {"mscale", "mscale_all_dim", "latent_layernorm_epsilon"} <= idle_fields(small("").model).keys()
-    latent = idle_fields(small(LATENT).model).keys()
+    assert widths | {"mscale", "mscale_all_dim", "latent_layernorm_epsilon"} <= unused_fields(small("").model).keys()
+    latent = unused_fields(small(LATENT).model).keys()
     assert {"mscale", "qk_layernorm_scope", "latent_layernorm_epsilon"} <= latent and not widths & latent
-    stretched = idle_fields(small(LATENT + YARN + " --qk-layernorm").model).keys()
+    stretched = unused_fields(small(LATENT + YARN + " --qk-layernorm").model).keys()
     assert not {"mscale", "latent_layernorm_epsilon"} & stretched

@@ -28,11 +28,11 @@ def longrope(short: int, long: int, **changes: Any) -> ModelRequest:
 def test_longrope_has_a_factor_for_every_pair_of_channels(changes: dict[str, Any], pairs: int) -> None:
     assert longrope(pairs, pairs, **changes).rotary_width == 2 * pairs
     for short, long in ((pairs - 1, pairs - 1), (pairs, pairs + 1), (0, 0)):
-        with pytest.raises(ConfigError, match=f"-long-factors, {pairs} numbers each: .* {short} and {long} were given"):
+        with pytest.raises(ConfigError, match=f"requires {pairs} .*-long-factors, .* got {short} and {long}"):
             checked_model(longrope(short, long, **changes))
 
 
 def test_a_width_that_does_not_exist_is_the_only_problem() -> None:
-    with pytest.raises(ConfigError, match="--hidden-size 66 cannot be divided among") as refused:
+    with pytest.raises(ConfigError, match="--hidden-size 66 is not divisible by") as refused:
         longrope(1, 1, hidden_size=66)
     assert "--rope-short-factors" not in str(refused.value)

@@ -90,7 +90,7 @@ def test_words_and_switches_of_old_flags() -> None:
 
 def test_a_changed_field_without_effect_gives_a_notice() -> None:
     (sentence,) = small("--log-level-replica debug").ignored
-    assert sentence.startswith("--log-level-replica is accepted and ignored: the other ranks show only")
+    assert sentence.startswith("--log-level-replica is accepted and ignored: the other ranks log only")
     config = small("--no-masked-softmax-fusion")
     assert config.notices == config.ignored == ()
 

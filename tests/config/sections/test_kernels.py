@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import KernelConfig
-from megatron.config.sections.computation import AUTO, OF_BLOCKS, OPERATIONS
+from megatron.config.sections.computation import AUTO, BLOCK_OPERATIONS, OPERATIONS
 from megatron.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
         ({"kernels": "softmax=torch, csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "softmax": "torch"}),
         ({"kernels": "norm=torch,rotary=csrc"}, {"norm": "torch", "rotary": "csrc"}),
         ({"masked_softmax_fusion": False, "rope_fusion": False}, {"softmax": "torch", "rotary": "torch"}),
-        ({"compile": True}, dict.fromkeys(OF_BLOCKS, "torch")),
+        ({"compile": True}, dict.fromkeys(BLOCK_OPERATIONS, "torch")),
         ({"compile": True, "kernels": "csrc,norm=auto"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "auto"}),
         ({"persist_layer_norm": False, "kernels": "csrc"}, {**dict.fromkeys(OPERATIONS, "csrc"), "norm": "torch"}),
     ],
@@ -29,8 +29,8 @@ def test_what_is_requested(fields: dict[str, object], expected: dict[str, str]) 
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"kernels": "cuda"}, "--kernels cuda: 'cuda' is not an implementation. Use one of auto, csrc, torch"),
-        ({"kernels": "softmx=csrc"}, "there is no operation 'softmx'. Use softmax, norm"),
+        ({"kernels": "cuda"}, "--kernels cuda: unknown implementation 'cuda'. Use one of auto, csrc, torch"),
+        ({"kernels": "softmx=csrc"}, "unknown operation 'softmx'. Use one of softmax, norm"),
         ({"kernels": "norm=csrc,norm=torch"}, "names norm twice"),
         ({"kernels": "csrc,torch"}, "names all operations twice"),
     ],

@@ -23,7 +23,7 @@ def test_widths_that_are_not_given_follow_from_the_others() -> None:
 
 def test_heads_that_do_not_divide_the_width_need_a_width_of_their_own() -> None:
     with pytest.raises(
-        ConfigError, match="--hidden-size 12 cannot be divided among --num-attention-heads 5.*use --hidden-size 15"
+        ConfigError, match="--hidden-size 12 is not divisible by --num-attention-heads 5.*Use --hidden-size 15"
     ):
         request(num_attention_heads=5)
     assert request(num_attention_heads=5, kv_channels=2).kv_channels == 2

@@ -24,7 +24,7 @@ def test_a_resolved_layout_is_complete() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ({"pp_partition_method": "uniform"}, "--pp-partition-method uniform is not supported: stages are cut between"),
+        ({"pp_partition_method": "uniform"}, "--pp-partition-method uniform is not supported: stages consist of whole"),
         ({"make_vocab_size_divisible_by": 0, "pad_vocab_size_to": 5}, "--make-vocab-size-divisible-by 0 is out of"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_reused_source_continues_after_its_last_sample() -> None:
 
 
 def test_more_samples_than_planned_are_refused() -> None:
-    with pytest.raises(DataError, match="The blend takes 2 samples of a, which has 1 planned"):
+    with pytest.raises(DataError, match="The blend needs 2 samples of a, which has 1 planned"):
         blend(firsts=[4, 0])
 
 
@@ -67,7 +67,7 @@ def test_phases_follow_each_other() -> None:
     phases = PhasedDataset([0, 4], [blend()], Counting("c", 1000, 3))
     assert [int(phases[number][0]) for number in range(len(phases))] == [0, 100, 1, 101, 1000, 1001, 1002]
     assert phases.source_of(3) == 1 and phases.locate(5, 0) == "c 1:0" and phases.spans(4) == [DocumentSpan(0, 0, 1)]
-    with pytest.raises(IndexError, match="7 samples are planned; there is no sample 7"):
+    with pytest.raises(IndexError, match="Sample 7 is out of range: 7 samples are planned"):
         phases.read(7)
 
 

@@ -27,4 +27,4 @@ def test_three_hundred_sources_named_in_files(tmp_path, few_open_files):
     assert len({tuple(datasets.train[sample]) for sample in range(900)}) == 4
     lines = describe(datasets, plan)
     assert len(lines) == 2 * MANY_SOURCES
-    assert f"train: {prefixes[299]} [0, 108): 4 samples (0.44%, asked 0.44%), 0.03 epochs of 1,188 tokens" in lines
+    assert f"train: {prefixes[299]} [0, 108): 4 samples (0.44%, target 0.44%), 0.03 epochs of 1,188 tokens" in lines

@@ -65,7 +65,7 @@ def test_a_sample_has_its_loss_mask_and_position() -> None:
 def test_samples_beyond_the_plan_and_seeds_beyond_numpys_are_errors() -> None:
     dataset = RowDataset(Rows(9, True), 0, 9, [Segment(9, 7, 9)])
     for sample in (9, -1):
-        with pytest.raises(IndexError, match=f"rows has 9 planned samples; there is no sample {sample}"):
+        with pytest.raises(IndexError, match=f"Sample {sample} is out of range: 9 samples of rows"):
             dataset.read(sample)
     with pytest.raises(DataError, match=r"The seed 4294967296 \(--seed\)"):
         RowDataset(Rows(9, True), 0, 9, [Segment(9, 2**32, 9)])

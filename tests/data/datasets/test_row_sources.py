@@ -56,7 +56,7 @@ def test_the_split_applies_to_rows(windows: str) -> None:
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     rows = [sorted(first // LENGTH for first in first_tokens(part, len(part))) for part in parts]
     assert rows == [list(range(80)), list(range(80, 90)), list(range(90, 100))]
-    line = f"train: {windows} [0, 80): 80 samples (100.00%, asked 100.00%), 1.00 epochs of 80 rows"
+    line = f"train: {windows} [0, 80): 80 samples (100.00%, target 100.00%), 1.00 epochs of 80 rows"
     assert describe(datasets, plan)[0].startswith(line)
 
 
@@ -74,7 +74,7 @@ def test_an_extended_run_continues_with_whole_epochs(windows: str) -> None:
 def test_a_resume_with_other_rows_or_another_length_is_rejected(windows: str, tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0")
     _, plan = build(data, (10, 0, 0))
-    with pytest.raises(ConfigError, match=rf"--seq-length 16 does not fit .*, which have {LENGTH} tokens"):
+    with pytest.raises(ConfigError, match=rf"--seq-length 16 does not match .* of {LENGTH} tokens"):
         build(data, (10, 0, 0), plan, length=16)
     (tmp_path / "moved").mkdir()
     for path in tmp_path.glob("wikitext*"):
@@ -82,7 +82,7 @@ def test_a_resume_with_other_rows_or_another_length_is_rejected(windows: str, tm
     moved = DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/moved/wikitext.train",), split="1,0,0")
     assert build(moved, (10, 0, 0), plan)[1].train.sources[0].prefix == f"{tmp_path}/moved/wikitext.train"
     write_windows(tmp_path / "moved" / shard_name("wikitext.train", 2, 4), counting_windows(25, LENGTH))
-    with pytest.raises(DataError, match="The training data is not that of the run to be resumed"):
+    with pytest.raises(DataError, match="The training data differs from the run to resume"):
         build(moved, (10, 0, 0), plan)
 
 
@@ -154,14 +154,12 @@ def test_the_record_of_windows_in_a_checkpoint(windows: str, tmp_path: Path) -> 
 
 def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:
     check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
-    with pytest.raises(
-        ConfigError, match=r"--seq-length 16 does not fit .*train\*, which have 8.* Give --seq-length 8"
-    ):
+    with pytest.raises(ConfigError, match=r"--seq-length 16 does not match .*train\* of 8.* Use --seq-length 8"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(16))
     (tmp_path / shard_name("wikitext.train", 1, 4)).unlink()
-    with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards are there"):
+    with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards exist"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
-    with pytest.raises(DataError, match=r"nothing.train\* names no Parquet file"):
+    with pytest.raises(DataError, match=r"nothing.train\* matches no Parquet file"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/nothing.train*",)), SourceUse(LENGTH))
 
 
@@ -176,7 +174,7 @@ def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     )
     data = DataConfig(seq_length=LENGTH, data_path=(path,), split="1,0,0")
     match = (
-        r"a.parquet was made with another tokenizer \(theirs, fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's"
+        r"a.parquet was created with another tokenizer \(theirs, fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's"
     )
     with pytest.raises(DataError, match=match):
         build_split_datasets(DataRequest(data, LENGTH, 1, (4, 0, 0), tokenizer=Given()))
@@ -221,12 +219,12 @@ def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
 def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "corpus", [10] * 9)
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")
-    with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; give --train-samples 111"):
+    with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; use --train-samples 111"):
         epoch_samples(DataRequest(data, LENGTH, 1234))
 
 
 def test_an_epoch_of_token_files_is_what_fits_into_one_pass(tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [10] * 9),), split="1,0,0")
     assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 11
-    with pytest.raises(ConfigError, match=r"have 90 tokens and do not fill one sample of --seq-length 90"):
+    with pytest.raises(ConfigError, match=r"has 90 tokens, which do not fill one sample of --seq-length 90"):
         epoch_samples(DataRequest(data, 90, 1234))

@@ -91,7 +91,7 @@ def test_a_damaged_index_is_rebuilt(tmp_path, kind, capsys):
     else:
         np.save(array, np.array([{}], dtype=object), allow_pickle=True)
     assert same(cache.arrays("gpt", DESCRIPTION, make), make())
-    assert "is built again" in capsys.readouterr().err
+    assert "is rebuilt" in capsys.readouterr().err
     assert same(cache.arrays("gpt", DESCRIPTION, never), make())
 
 
@@ -163,7 +163,7 @@ def test_waiting_for_another_job_is_logged(tmp_path, monkeypatch):
         time.sleep(0.01)
     IndexCache(tmp_path / "cache").arrays("gpt", DESCRIPTION, never)
     other.join(120)
-    assert len(said) == 1 and said[0].startswith("another process builds an index in")
+    assert len(said) == 1 and said[0].startswith("waiting for another process that builds an index in")
 
 
 @pytest.mark.parametrize("reason", ["no locks", "no fcntl"])

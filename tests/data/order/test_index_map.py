@@ -117,7 +117,7 @@ def test_a_seed_that_numpy_cannot_take_is_named(seed):
 
 
 def test_an_order_that_does_not_fit_in_memory_is_rejected():
-    with pytest.raises(DataError, match="10000000000 samples of 2048 tokens take .* epochs over 10 documents"):
+    with pytest.raises(DataError, match="10000000000 samples of 2048 tokens need .* epochs of 10 documents"):
         build_indices(LENGTHS, np.arange(10), 2048, 10**10, 1)
 
 

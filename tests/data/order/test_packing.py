@@ -32,7 +32,7 @@ def test_rows_are_filled_one_after_another(lengths: list[int], capacity: int, se
     packing = pack(np.array(lengths), capacity, seed)
     rows = [packing.order[first:last].tolist() for first, last in packing.rows]
     assert rows == _packed_one_by_one(lengths, capacity, seed)
-    assert packing.left_out == sum(length > capacity for length in lengths)
+    assert packing.skipped == sum(length > capacity for length in lengths)
 
 
 def test_the_order_is_a_shuffle_by_the_seed() -> None:
@@ -47,5 +47,5 @@ def test_the_order_is_a_shuffle_by_the_seed() -> None:
 @pytest.mark.parametrize(("lengths", "rows"), [([11, 12], []), ([10], [[0, 1]]), ([11, 10], [[0, 1]])])
 def test_what_is_too_long_is_in_no_row(lengths: list[int], rows: list[list[int]]) -> None:
     packing = pack(np.array(lengths), 10, 0)
-    assert packing.left_out == sum(length > 10 for length in lengths)
+    assert packing.skipped == sum(length > 10 for length in lengths)
     assert [last - first for first, last in packing.rows] == [last - first for first, last in rows]

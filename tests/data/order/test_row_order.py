@@ -10,7 +10,7 @@ from megatron.data.order.row_order import EpochRowOrder
 
 def rows_of(order: EpochRowOrder) -> list[int]:
     """Every row by position, each looked up by itself."""
-    places = [order.place(position) for position in range(len(order))]
+    places = [order.chunk_of(position) for position in range(len(order))]
     return [int(order.chunk(chunk)[place]) for chunk, place in places]
 
 
@@ -30,7 +30,7 @@ def test_an_order_is_a_permutation_in_whole_blocks(edges: list[int] | np.ndarray
     blocks = [
         set(np.searchsorted(edges, order.chunk(number), side="right").tolist())
         for number in range(len(edges))
-        if number <= order.place(len(order) - 1)[0]
+        if number <= order.chunk_of(len(order) - 1)[0]
     ]
     assert sum(map(len, blocks)) == len(edges) - 1 == len(set.union(*blocks))
 

@@ -18,7 +18,7 @@ import pytest
 from tests.helpers.web.browser import headless_chromium
 
 ROOT = Path(__file__).resolve().parents[3]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 @dataclass
@@ -113,12 +113,9 @@ def test_every_page_of_docs_is_in_the_navigation(pages: dict[str, Page]) -> None
     assert named <= start | {"index.html"}, f"add to nav in mkdocs.yml: {sorted(named - start)}"
 
 
-def test_generated_pages_and_messages_are_there(site: Path) -> None:
+def test_generated_pages_exist(site: Path) -> None:
     flags = (site / "reference" / "flags.html").read_text(encoding="utf-8")
     assert flags.count("<code id=") > 480
-    messages = (site / "troubleshooting.html").read_text(encoding="utf-8")
-    assert messages.count('<details class="messages"') > 30
-    assert "All" in messages and "of this kind: DamagedError (STORAGE)" in messages
     mesh = (site / "reference" / "interfaces" / "parallel.html").read_text(encoding="utf-8")
     assert 'id="megatron.parallel.mesh.ParallelMesh"' in mesh and "_derived_groups" not in mesh
     assert (site / "project" / "CHANGELOG.html").is_file() and not (site / "404.html").exists()
@@ -136,7 +133,7 @@ def test_a_message_is_found_in_pages_that_are_opened_as_files(site: Path, browse
     driver.get(f"file://{site}/concepts/ranks.html")  # type: ignore[attr-defined]
     driver.find_element("css selector", ".md-search__input").click()  # type: ignore[attr-defined]
     field = driver.find_element("css selector", "input.md-search__input")  # type: ignore[attr-defined]
-    field.send_keys("launcher of this rank ended before the rank was ready")
+    field.send_keys("another rank of this run ended")
     found: list[str] = []
     for _ in range(200):
         script = "return [...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
@@ -145,7 +142,7 @@ def test_a_message_is_found_in_pages_that_are_opened_as_files(site: Path, browse
             break
         time.sleep(0.05)
     assert found and "/troubleshooting.html" in found[0], found[:5]
-    assert any(address.endswith("#another-rank-ended") for address in found[:5]), found[:5]
+    assert any(address.endswith("#distributed-start") for address in found[:5]), found[:5]
     sizes = driver.execute_script("return [...document.images].map(image => image.naturalWidth)")  # type: ignore[attr-defined]
     assert sizes and min(sizes) > 900, "the picture is there"
     assert driver.get_log("browser") == []  # type: ignore[attr-defined]

@@ -232,7 +232,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else() -> None:
     gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=True)
     view.guard(gate)
     for gradient, overflows in ((math.inf, True), (512.0, False)):
-        verdict = gate.expect(lambda: step_figures(1.0, view.norm()))
+        verdict = gate.begin(lambda: step_figures(1.0, view.norm()))
         (weight * torch.tensor([gradient, 0.0])).sum().backward()
         view.accumulate()
         view.reduce()

@@ -14,7 +14,7 @@ import torch
 from megatron.device import Stopwatch
 from megatron.engine import deepspeed_setup
 from megatron.engine.deepspeed_setup import averaging_notice, timed_messages
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED
+from megatron.engine.freezing import NOTHING_FROZEN
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import TRANSFER
 
@@ -34,7 +34,7 @@ def test_deepspeed_takes_the_gpu_that_this_process_took(monkeypatch: pytest.Monk
     mesh: Any = dataclasses.replace(ParallelMesh.single(), device=torch.device("cuda", 0))
     settings = {"zero_optimization": {"stage": 0}, "train_batch_size": 1}
     nothing: Any = None
-    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), EVERYTHING_IS_TRAINED)
+    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), NOTHING_FROZEN)
     assert seen == [("0", "0")] and os.environ["LOCAL_RANK"] == "3"
 
 
@@ -75,5 +75,5 @@ def test_averages_that_round_are_told() -> None:
     bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
     assert notice(1, **bf16, communication_data_type="fp32") is notice(2) is notice(2, 1, **bf16) is None
     assert notice(2, **bf16, communication_data_type="fp32") is None
-    assert "stage 2 averages those of each micro-batch over 8 ranks in bf16, which rounds" in str(notice(2, **bf16))
-    assert "stage 3 averages those of each micro-batch over 2 ranks in fp16" in str(notice(3, 2, **fp16))
+    assert "stage 2 averages each micro-batch over 8 ranks in bf16, with rounding errors" in str(notice(2, **bf16))
+    assert "stage 3 averages each micro-batch over 2 ranks in fp16" in str(notice(3, 2, **fp16))

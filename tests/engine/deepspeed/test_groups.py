@@ -29,6 +29,7 @@ def _askers(rank: int, flags: list[str]) -> tuple[int, set[str]]:
     return train_here(rank, flags)[0], askers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -27,7 +27,7 @@ def averages(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for own, sent, factor in CASES:
         averaging = Averaging(axis, sent, factor)
         whole, divided = ((VALUES * (rank + 1)).to(own) for _ in range(2))
-        averaging.average_own_part(divided)
+        averaging.average_local_part(divided)
         found.append((averaging.average(whole), divided[4 * rank : 4 * rank + 4]))
     return found
 
@@ -44,5 +44,5 @@ def test_every_rank_has_the_average_or_its_part_of_it() -> None:
 def test_alone_nothing_changes(factor: float | None) -> None:
     averaging = Averaging(Axis.single("gradient"), torch.bfloat16, factor)
     values = VALUES.clone()
-    averaging.average_own_part(values)
+    averaging.average_local_part(values)
     assert averaging.average(values) is values and values.tolist() == VALUES.tolist()

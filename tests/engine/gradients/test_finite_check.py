@@ -27,7 +27,7 @@ MATRIX, NORM, LOSS = "decoder.layers.0.mlp.linear_fc2.weight", "decoder.layers.1
 EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2"]
 DEVICE = "the device decides"
 NOTHING = (
-    r"No rank saw NaN or infinity in its own loss or gradients before they were summed\. The update was not applied"
+    r"No rank had NaN or infinity in its own loss or gradients before they were summed\. The update was not applied"
 )
 DP, PP = r"rank 1 \(dp 1\)", r"rank {} \(pp {}\)"
 IN = " in the gradient of "

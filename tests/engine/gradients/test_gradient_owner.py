@@ -50,7 +50,7 @@ def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]
     loss_scale = None if scale == 1.0 else LossScale(scale, ScaleRule(1, 1, 1.0, refills=False), MESH.device)
     norm = owner.measure(loss_scale)
     gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=True)
-    gate.expect(lambda: step_figures(1.0, norm))
+    gate.begin(lambda: step_figures(1.0, norm))
     copy = torch.zeros(6, dtype=torch.float16)
     assert owner.update(optimizer, gate, norm, [[copy]], loss_scale)
     assert loss_scale is None or float(loss_scale.value) == scale
@@ -95,7 +95,7 @@ def test_an_optimizer_with_gradients_of_its_own_gets_copies() -> None:
     owner.reduce()
     norm = owner.measure()
     gate = UpdateGate(MESH, spike_deviations=None, allows_overflow=False)
-    gate.expect(lambda: step_figures(1.0, norm))
+    gate.begin(lambda: step_figures(1.0, norm))
     assert owner.update(optimizer, gate, norm, ())
     assert master.grad is own and own.tolist() == [1.0] * 5 + [0.0]
 
@@ -111,7 +111,7 @@ def test_padding_stays_zero_after_a_bad_step() -> None:
         owner.accumulate()
         owner.reduce()
         norm = owner.measure()
-        gate.expect(lambda norm=norm: step_figures(1.0, norm))
+        gate.begin(lambda norm=norm: step_figures(1.0, norm))
         assert owner.update(optimizer, gate, norm, ())
         assert master.grad is not None and float(master.grad[5]) == 0.0
         owner._sum.clear()

@@ -100,5 +100,5 @@ def test_products_add_to_gradients_that_are_there() -> None:
     assert add is not None and not add(parameter, torch.ones(2, 3), torch.ones(3, 2)) and parameter.grad is None
     parameter.grad = torch.ones(2, 2)
     assert add(parameter, torch.ones(2, 3), torch.ones(3, 2)) and parameter.grad.tolist() == [[4.0, 4.0]] * 2
-    held.watcher = list
+    held.before_add = list
     assert held.product_adder(torch.float32) is None and held.product_adder(torch.bfloat16) is None

@@ -170,7 +170,7 @@ def test_no_products_are_added_where_gradients_are_watched_or_the_device_cannot(
     assert own.main.product_adder(torch.bfloat16) is None and own.main.product_adder(torch.float32) is not None
     with adding_device(AddingDevice()):
         assert own.main.product_adder(torch.bfloat16) is not None
-    own.main.watcher = list
+    own.main.before_add = list
     assert own.main.product_adder(torch.float32) is None
 
 
@@ -194,7 +194,7 @@ def test_gradients_of_the_only_pass_stay_where_they_are() -> None:
 def test_gradients_are_copied_where_one_reads_their_sums(reason: str) -> None:
     own = made((True,) * 5, takes_unflattened=True)
     if reason == "a watcher":
-        own.main.watcher = list
+        own.main.before_add = list
     elif reason == "sums over ranks":
         own.main.keep_whole(own.parameters[:1])
     elif reason == "figures of parameters":

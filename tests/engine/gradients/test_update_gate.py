@@ -80,8 +80,8 @@ def bad_steps(rank: int, layout: tuple[int, int, int], runs: Runs) -> list[list[
             rows.append((changed, (len(announced) > count) and not on_device, result.skipped))
             has_loss.append(result.loss is not None)
         assert has_loss == [True] * 5 + [False] and engine.evaluate(batches) == (0.0, 0.0)
-        found.append([(result.bad_in_a_row, *row) for result, row in zip(results, rows, strict=True)])
-        assert engine.update_count == 2 and not engine.gate.has_open_row
+        found.append([(result.consecutive_bad, *row) for result, row in zip(results, rows, strict=True)])
+        assert engine.update_count == 2 and not engine.gate.in_bad_streak
     return found
 
 
@@ -93,15 +93,15 @@ def _state(engine: Engine) -> list[torch.Tensor]:
 
 def _spoil_loss(engine: Engine) -> Any:
     """Only the reported loss of this rank becomes NaN; its gradients stay as they are."""
-    own = StepLoss.of
+    own = StepLoss.loss
 
     def spoiled(losses: StepLoss, *given: Any, **named: Any) -> torch.Tensor:
         loss = own(losses, *given, **named)
         losses.totals.sums[0] = math.nan
         return loss
 
-    StepLoss.of = spoiled  # type: ignore[method-assign]
-    return lambda: setattr(StepLoss, "of", own)
+    StepLoss.loss = spoiled  # type: ignore[method-assign]
+    return lambda: setattr(StepLoss, "loss", own)
 
 
 def _spoil_gradient(engine: Engine) -> Any:
@@ -135,6 +135,7 @@ def _spoil_reduced_gradient(engine: Engine) -> Any:
     return lambda: setattr(place, name, own)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_that_is_bad_on_one_rank_is_applied_on_none(name: str) -> None:
     layout, runs = LAYOUTS[name]
@@ -176,18 +177,18 @@ def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
     for loss, norm, tokens in ((2.0, 1.0, 4.0), (math.nan, 1.0, 4.0), (2.0, math.inf, 4.0), (0.0, 0.0, 0.0)):
         before = [weight.detach().clone(), *(value.clone() for value in optimizer.state[weight].values())]
         values = step_figures(loss, norm, tokens)
-        verdicts.append(gate.expect(lambda values=values: values))
+        verdicts.append(gate.begin(lambda values=values: values))
         assert gate.update(partial(update, optimizer, gradient_factor=torch.tensor(norm))) is True
         after = [weight.detach(), *optimizer.state[weight].values()]
         changed.append(len(before) != len(after) or not all(map(torch.equal, before, after)))
     assert changed == [True, False, False, False]
-    assert verdicts[2].bad_in_a_row == 2  # asked for before the first
+    assert verdicts[2].consecutive_bad == 2  # asked for before the first
     assert len(gate._pending) == 1  # the last step may still be running
     assert [verdict.decision for verdict in verdicts] == [
         *(UpdateDecision.APPLIED, UpdateDecision.NOT_FINITE, UpdateDecision.NOT_FINITE, UpdateDecision.EMPTY)
     ]
-    assert [verdict.bad_in_a_row for verdict in verdicts] == [0, 1, 2, 0]
-    assert gate.has_open_row and gate.to_json() == {"bad_in_a_row": [2.0]}
+    assert [verdict.consecutive_bad for verdict in verdicts] == [0, 1, 2, 0]
+    assert gate.in_bad_streak and gate.to_json() == {"bad_in_a_row": [2.0]}
 
 
 def test_the_host_decides_before_the_update() -> None:
@@ -196,7 +197,7 @@ def test_the_host_decides_before_the_update() -> None:
     for loss, may in ((2.0, True), (math.nan, False)):
         before = weight.detach().clone()
         values = step_figures(loss, 1.0)
-        gate.expect(lambda values=values: values)
+        gate.begin(lambda values=values: values)
         assert gate.update(partial(update, optimizer)) is may is not torch.equal(weight, before)
 
 
@@ -246,7 +247,7 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)
-        verdict = gate.expect(lambda: step_figures(loss, norm, tokens))
+        verdict = gate.begin(lambda: step_figures(loss, norm, tokens))
         optimizer.step()
         return verdict.decision
 
@@ -260,10 +261,10 @@ def test_spikes_are_dropped_and_forgotten() -> None:
     known = gate.to_json()
     assert step(9.0) is step(9.0) is UpdateDecision.SPIKE
     assert step(math.nan) is UpdateDecision.NOT_FINITE
-    assert gate.verdict.bad_in_a_row == 3
+    assert gate.verdict.consecutive_bad == 3
     assert gate.to_json() == {**known, "bad_in_a_row": [3.0]}
     assert step(2.05) is UpdateDecision.APPLIED
-    assert gate.verdict.bad_in_a_row == 0 and float(weight.detach()) == LEAST_STEPS + 1
+    assert gate.verdict.consecutive_bad == 0 and float(weight.detach()) == LEAST_STEPS + 1
 
 
 def test_a_gate_continues_from_what_it_stored() -> None:
@@ -275,7 +276,7 @@ def test_a_gate_continues_from_what_it_stored() -> None:
     resumed.restore(gate.to_json())
     assert resumed.to_json() == gate.to_json()
     assert step_resumed(9.0) is step(9.0) is UpdateDecision.SPIKE
-    assert resumed.verdict.bad_in_a_row == gate.verdict.bad_in_a_row == 2
+    assert resumed.verdict.consecutive_bad == gate.verdict.consecutive_bad == 2
 
 
 def test_without_a_limit_nothing_is_stored_and_no_spike_dropped() -> None:
@@ -293,17 +294,17 @@ def test_a_step_without_a_counted_token_is_dropped_and_says_nothing_of_the_other
         step(2.0 + 0.1 * (number % 2))
     known = gate.to_json()
     assert step(0.0, 0.0, 0.0) is UpdateDecision.EMPTY
-    assert (gate.verdict.is_dropped, gate.verdict.is_bad, gate.to_json()) == (True, False, known)
+    assert (gate.verdict.is_skipped, gate.verdict.is_bad, gate.to_json()) == (True, False, known)
     step(9.0)
     step(0.0, 5.0, 0.0)  # routers have losses of their own
-    assert (gate.verdict.bad_in_a_row, gate.has_open_row, float(weight.detach())) == (0, True, LEAST_STEPS)
-    assert step(2.05) is UpdateDecision.APPLIED and not gate.has_open_row
+    assert (gate.verdict.consecutive_bad, gate.in_bad_streak, float(weight.detach())) == (0, True, LEAST_STEPS)
+    assert step(2.05) is UpdateDecision.APPLIED and not gate.in_bad_streak
 
 
 def test_an_overflow_in_fp16_drops_a_step_that_is_not_a_bad_one() -> None:
     gate, step, weight = gated(None, allows_overflow=True)
     assert step(math.inf, math.nan) is UpdateDecision.OVERFLOW
-    assert (gate.verdict.is_overflow, gate.verdict.bad_in_a_row, float(weight.detach())) == (True, 0, 0.0)
+    assert (gate.verdict.is_overflow, gate.verdict.consecutive_bad, float(weight.detach())) == (True, 0, 0.0)
 
 
 def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> None:
@@ -313,5 +314,5 @@ def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> 
     seen = []
     for loss in (9.0, math.inf, 9.0, 2.05, math.inf):
         step(loss)
-        seen.append(gate.verdict.bad_in_a_row)
+        seen.append(gate.verdict.consecutive_bad)
     assert seen == [1, 0, 2, 0, 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.errors import ConfigError
 from megatron.kernels.optimizer import build_eight_bit_adamw, count_updates, moment
 from megatron.parallel.joining import close_mesh, open_mesh
@@ -121,7 +121,7 @@ def test_a_run_saves_loads_and_goes_on(mesh: ParallelMesh) -> None:
     first = losses(whole, range(HALF))
     saved = {(key.name, key.kind): values.clone() for key, values in owned_pieces(whole)}
     rest = losses(whole, range(HALF, RECIPE.steps))
-    for key, accept in wanted_pieces(resumed):
+    for key, accept in pieces_to_load(resumed):
         accept(saved[key.name, key.kind])
     refresh_weights(resumed, HALF)
     assert losses(resumed, range(HALF, RECIPE.steps)) == pytest.approx(rest, rel=1e-5)
@@ -130,7 +130,7 @@ def test_a_run_saves_loads_and_goes_on(mesh: ParallelMesh) -> None:
     dtypes = {state["state1"].dtype for state in whole.optimizer.state.values()}
     assert dtypes == {torch.uint8, torch.float32}
     from_plain = built()
-    for key, accept in wanted_pieces(from_plain):
+    for key, accept in pieces_to_load(from_plain):
         accept(saved[key.name, key.kind])
     refresh_weights(from_plain, HALF)
     assert losses(from_plain, range(HALF, RECIPE.steps)) == pytest.approx(rest, rel=2e-2)

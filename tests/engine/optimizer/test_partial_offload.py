@@ -14,7 +14,7 @@ from megatron.config import RunConfig
 from megatron.engine.deepspeed_internals.set_up import keep_on_device
 from megatron.engine.ds_config import SUB_GROUP_SIZE, deepspeed_config, sub_groups_to_keep, without_ratio
 from megatron.engine.engine import Engine
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.optimizer.test_offloading import RECIPE
@@ -59,7 +59,7 @@ def train_and_resume(rank: int, folder: str) -> dict[str, Any]:
     for ratio, other in zip(ratios, ratios[::-1], strict=True):
         config = layout_config(RECIPE, (1, 1, 2), 3, ["--deepspeed_config", str(Path(folder) / f"ds-{ratio:g}.json")])
         engine = build_engine(config, open_mesh(config.parallel))
-        record = load(Path(folder) / f"{other:g}" / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+        record = load(Path(folder) / f"{other:g}" / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
         refresh_weights(engine, record["updates"])
         curves[f"resumed {ratio:g}"] = train(engine, config, SAVED_AFTER)
     return curves

@@ -105,6 +105,7 @@ def runner_of(engine: Engine) -> object:
     return engine.passes.executor.runner
 
 
+@pytest.mark.full
 def test_graphs_of_chunks_compute_the_same_bits_at_the_same_addresses() -> None:
     ranks = run_ranks(courses, 2, list(CASES))
     for name, (*_, most) in CASES.items():

@@ -170,6 +170,7 @@ def schedule_of(name: str) -> Schedule:
     return build_schedule(name, RANKS, SCHEDULE_CHUNKS[name][0], MICRO_BATCHES)
 
 
+@pytest.mark.full
 def test_the_order_of_execution_is_the_simulated_one(by_rank: list[dict[str, tuple[Record, Record]]]) -> None:
     for rank, found in enumerate(by_rank):
         for name, (_, whole) in found.items():

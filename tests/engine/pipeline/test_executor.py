@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.engine.freezing import Freezing
+from megatron.engine.freezing import FreezeSpec
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.pipeline import executor
 from megatron.engine.pipeline.chunks import Chunks
@@ -91,7 +91,7 @@ def block_runs(rank: int) -> tuple[int, int, int]:
     runs = len(calls)
     layers = network_layers(config.model, mesh)
     frozen = parameter_names(Chunks.of(layers, Placement.loop(2, 1), 0).specs)
-    half = build_engine(layout_config(RECIPE, (1, 2, 1), 0, []), mesh, Freezing(frozenset(frozen)))
+    half = build_engine(layout_config(RECIPE, (1, 2, 1), 0, []), mesh, FreezeSpec(frozenset(frozen)))
     calls.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "start_send", counted(executor.start_send))

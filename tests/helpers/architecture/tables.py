@@ -108,7 +108,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
         "layout",
         "manifests",
         ".",
-        "keeping",
+        "retention",
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (
@@ -241,9 +241,10 @@ USES_RUN_CONFIG = (
     "megatron/train/restarts/restart_policy.py",
 )
 
-BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager", "handler"}
+BANNED_WORDS = {"args", "cfg", "utils", "helpers", "misc", "common", "manager"}
 MAXIMUM_FILE_LINES = 500
 MAXIMUM_FUNCTION_LINES = 60
+LINES_THAT_DESCRIBE_THEMSELVES = 10
 MAXIMUM_FOLDER_FILES = 15
 # Folders that are lists, one file an entry: they may be long.
 LISTS = (

@@ -44,7 +44,6 @@ PHRASES = {
     "of which/to which": r"\b(of|to|in|from|by|for|with|at|on) which\b",
     "of its own": r"\bof (its|their|our|his|one's) own\b",
     "there is/are": r"\b[Tt]here (is|are)\b",
-    "what ... is/are": r"(?m)(^|[.:;,(] )What\b",
     "does not go with": r"\bnot go with\b",
     "is not known": r"\b(is|are) not known\b",
     "rehearsal": r"[Rr]ehears",
@@ -55,12 +54,12 @@ PATTERNS = {**NAMES, **DOCSTRINGS, **PHRASES}
 
 
 def hits(paths: tuple[str, ...] = CODE + DOCUMENTS) -> dict[str, list[tuple[str, int, str]]]:
-    """The places of each pattern as (file, line number, line)."""
+    """Every hit of each pattern as (file, line number, line)."""
     found: dict[str, list[tuple[str, int, str]]] = defaultdict(list)
     for name in _files(paths):
         text = (ROOT / name).read_text(encoding="utf-8")
         lines = text.splitlines()
-        for pattern, number in _of_file(name, text):
+        for pattern, number in of_file(name, text):
             found[pattern].append((name, number, lines[number - 1].strip()))
     return {pattern: found[pattern] for pattern in PATTERNS}
 
@@ -77,8 +76,8 @@ def lower(counts: dict[str, int]) -> None:
     CEILINGS.write_text("# Hits of tests/helpers/architecture/wording.py; a ceiling only falls.\n" + "".join(entries))
 
 
-def _of_file(name: str, text: str) -> Iterator[tuple[str, int]]:
-    """Every hit in a file: pattern and line number."""
+def of_file(name: str, text: str) -> Iterator[tuple[str, int]]:
+    """Every hit in the text of a file, as pattern and line number."""
     if name.endswith(".py"):
         tree = ast.parse(text)
         yield from _in_code(tree)

@@ -32,7 +32,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "tools/corpus/corpus_store.py": ("import", "stat", "bench", "fetch", "lengths"),
 }
 # Programs that read no flag of their own, or pass all they read on to another of these.
-WITHOUT_FLAGS = frozenset({"examples/gpt2_all_in/dev_corpus.py", "docs/site/layouts.py"})
+WITHOUT_FLAGS = frozenset({"examples/gpt2_all_in/dev_corpus.py"})
 _PATTERNS = (
     "*.py",
     "tools/**/*.py",

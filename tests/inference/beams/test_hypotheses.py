@@ -114,7 +114,7 @@ def test_the_running_text_that_cannot_win_at_its_present_length_may_win_at_the_g
         ({"max_new_tokens": 0}, "max_new_tokens is 0. It must be at least 1"),
         ({"length_penalty": float("nan")}, "length_penalty is nan. It must be from -10 to 10"),
         ({"early_stopping": "soon"}, "early_stopping is 'soon'. It must be false, true or never"),
-        ({"returned": 5}, "5 texts are to be returned of 4 beams"),
+        ({"returned": 5}, "5 texts were requested of 4 beams"),
     ],
 )
 def test_settings_that_cannot_be_used(changes: dict[str, Any], says: str) -> None:

@@ -123,6 +123,7 @@ def _found(rank: int, checkpoints: str, tp: int, pp: int, settings: BeamSettings
     return beam_search(open_checkpoint(checkpoints, {}, mesh), PROMPTS[0], settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", ["gpt2"], indirect=True)
 def test_every_rank_of_every_layout_finds_the_same(pair: Pair) -> None:
     settings = replace(CASES[3], stop_ids=pair.stop_ids[0])

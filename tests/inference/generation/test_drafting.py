@@ -79,7 +79,7 @@ def test_texts_are_the_same_and_come_in_fewer_passes(guessed: int, sampling: Sam
     counts = engine.speculation
     assert counts.tokens == sum(map(len, expected)) == counts.passes + counts.accepted
     assert counts.accepted > 0.4 * counts.guessed > 0
-    assert f"{counts.accepted / counts.guessed:.1%} of {counts.guessed} guessed tokens" in counts.sentence
+    assert f"{counts.accepted / counts.guessed:.1%} of {counts.guessed} drafted tokens" in counts.sentence
 
 
 def test_bad_guesses_change_no_text_either() -> None:
@@ -108,8 +108,8 @@ def test_a_text_ends_at_its_stop_token_and_requests_leave_at_any_time() -> None:
 
 
 def test_a_network_that_cannot_guess_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--speculative-tokens 2: the checkpoint in nowhere was trained without"):
+    with pytest.raises(ConfigError, match=r"--speculative-tokens 2 requires a checkpoint trained with multi-token"):
         GenerationEngine(load(), speculative_tokens=2)
     rope = {"rope_scaling_type": "dynamic", "rope_original_max_positions": 8, "rope_scaling_factor": 2.0}
-    with pytest.raises(ConfigError, match="--speculative-tokens 2 does not go with --rope-scaling-type dynamic"):
+    with pytest.raises(ConfigError, match="--speculative-tokens 2 cannot be combined with --rope-scaling-type dynamic"):
         GenerationEngine(load({**CHANGES, **rope}), speculative_tokens=2)

@@ -40,6 +40,7 @@ def steps(engine: GenerationEngine, count: int = 10_000) -> dict[str, list[int |
     return found
 
 
+@pytest.mark.sampled(4)
 @EACH
 def test_a_text_does_not_depend_on_the_batch(changes: dict[str, Any]) -> None:
     loaded = load(changes)
@@ -131,7 +132,7 @@ def test_a_request_waits_until_its_whole_text_has_room() -> None:
 
 def test_requests_that_can_never_be_served() -> None:
     engine = GenerationEngine(load({"max_position_embeddings": 100}), max_tokens=64)
-    with pytest.raises(ConfigError, match=r"may grow to 96 tokens \(50 of its prompt.*room for 64"):
+    with pytest.raises(ConfigError, match=r"may grow to 96 tokens \(50 of the prompt.*room for 64"):
         engine.add(Request("a", (1,) * 50, 20, GREEDY))
     with pytest.raises(ConfigError, match=r"request a has 100 tokens, and the model has 100 positions.*at most 99"):
         engine.add(Request("a", (1,) * 100, 20, GREEDY))

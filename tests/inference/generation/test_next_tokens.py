@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.inference.generation.next_tokens import Failed, choose_on_all, finish_of, last_length, verify_on_all
+from megatron.inference.generation.next_tokens import FailedChoice, choose_on_all, finish_of, last_length, verify_on_all
 from megatron.inference.generation.request import Request
-from megatron.inference.sampling import Chooser, Chosen, Sampling
+from megatron.inference.sampling import Chooser, Sampling, TokenChoice
 from tests.inference.networks import GREEDY, load
 
 REQUEST = Request("a", (1, 2, 3), 5, GREEDY, stop_ids=frozenset({7}))
@@ -49,8 +49,8 @@ def test_a_row_that_fails_fails_alone() -> None:
     for _ in range(3):
         found = [one for (one,) in verify_on_all(scores, rows, [()] * 3, loaded)]
         assert [found[0], found[2]] == list(choose_on_all(scores[[0, 2]], alone, loaded))
-        assert isinstance(found[0], Chosen)
-        assert isinstance(found[1], Failed) and "ZeroDivisionError: the draw of this row" in found[1].reason
+        assert isinstance(found[0], TokenChoice)
+        assert isinstance(found[1], FailedChoice) and "ZeroDivisionError: the draw of this row" in found[1].reason
     with pytest.raises(RuntimeError, match="the draw of this row"):
         choose_on_all(scores, rows, loaded)
     with pytest.raises(NumericsError, match="NaN"):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.inference.generation import GenerationEngine, Request, follow, generate_all, lead, recompute
-from megatron.inference.generation.ranks import SIGN_OF_LIFE_SECONDS
+from megatron.inference.generation import GenerationEngine, Request, drive, generate_all, recompute, serve_as_worker
+from megatron.inference.generation.ranks import HEARTBEAT_SECONDS
 from megatron.inference.sampling import Chooser, Sampling
 from megatron.parallel.joining import open_mesh
 from tests.helpers.architectures import ARCHITECTURES
@@ -49,36 +49,36 @@ def test_every_layout_gives_the_texts_of_one_process() -> None:
             assert found[key] == expected[key], key
 
 
-def led(rank: int, tp: int, pp: int) -> dict[str, Any]:
+def driven(rank: int, tp: int, pp: int) -> dict[str, Any]:
     """Rank 0 adds, cancels and is silent for a while; the others follow."""
     loaded = load(ARCHITECTURES["llama"], open_mesh(Layout(tp, pp)))
     engine = GenerationEngine(loaded)
     if rank > 0:
         if rank == 1:
-            with pytest.raises(ConfigError, match="Rank 1 cannot lead"):
-                lead(engine)
+            with pytest.raises(ConfigError, match="Rank 1 cannot drive"):
+                drive(engine)
         cpu_before, before = time.process_time(), time.monotonic()
-        follow(engine)
+        serve_as_worker(engine)
         return {"share": (time.process_time() - cpu_before) / (time.monotonic() - before), "idle": engine.is_idle}
     tokens: dict[str, list[int | None]] = {}
-    with lead(engine) as leader:
+    with drive(engine) as driver:
         requests = mixed_requests(3)
         for request in requests:
-            leader.add(request)
+            driver.add(request)
         with pytest.raises(ConfigError, match="Request 0 is being served already"):
-            leader.add(requests[0])
-        leader.step()
-        leader.cancel("1")
-        time.sleep(1.5 * SIGN_OF_LIFE_SECONDS)
-        leader.check_ranks()
+            driver.add(requests[0])
+        driver.step()
+        driver.cancel("1")
+        time.sleep(1.5 * HEARTBEAT_SECONDS)
+        driver.check_ranks()
         while not engine.is_idle:
-            for token in leader.step():
+            for token in driver.step():
                 tokens.setdefault(token.request_id, []).append(token.token)
     return tokens
 
 
 def test_rank_0_leads_and_waiting_ranks_sleep() -> None:
-    (tokens, *followers) = run_ranks(led, 2, 1, 2)
+    (tokens, *followers) = run_ranks(driven, 2, 1, 2)
     loaded = load(ARCHITECTURES["llama"])
     requests = mixed_requests(3)
     for request in (requests[0], requests[2]):
@@ -123,15 +123,15 @@ def left_alone(rank: int, ends: int) -> None:
     if rank == ends and rank == 1:
         os._exit(0)
     if rank == 1:
-        follow(engine)
+        serve_as_worker(engine)
         return
-    leader = lead(engine)
-    leader.add(Request("a", (1, 2), 4, GREEDY))
+    driver = drive(engine)
+    driver.add(Request("a", (1, 2), 4, GREEDY))
     if ends == 0:
-        leader.step()
+        driver.step()
         os._exit(0)
     while True:
-        leader.check_ranks()
+        driver.check_ranks()
         time.sleep(0.1)
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_ends_ends_all(ends: int) -> None:
 
 
 def test_an_engine_of_one_rank_can_be_led() -> None:
-    with lead(GenerationEngine(load())) as leader:
-        leader.add(Request("a", (1, 2), 4, GREEDY))
-        found = [token.token for _ in range(4) for token in leader.step()]
+    with drive(GenerationEngine(load())) as driver:
+        driver.add(Request("a", (1, 2), 4, GREEDY))
+        found = [token.token for _ in range(4) for token in driver.step()]
     assert tuple(found) == generate_all(load(), [Request("a", (1, 2), 4, GREEDY)])[0].tokens

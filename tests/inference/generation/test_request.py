@@ -16,9 +16,9 @@ SAMPLING = Sampling(temperature=0.5, top_k=3, logit_bias=((4, -2.0),), seed=8)
 def test_requests_that_make_no_sense() -> None:
     with pytest.raises(ConfigError, match="prompt of request a has no tokens"):
         Request("a", (), 3, SAMPLING)
-    with pytest.raises(ConfigError, match="Request a asks for 0 new tokens"):
+    with pytest.raises(ConfigError, match="max_new_tokens of request a is 0"):
         Request("a", (1,), 0, SAMPLING)
-    with pytest.raises(ConfigError, match="Request a asks for -1 top log-probabilities"):
+    with pytest.raises(ConfigError, match="top_logprobs of request a is -1"):
         Request("a", (1,), 3, SAMPLING, top_logprobs=-1)
 
 

@@ -25,8 +25,8 @@ def schedule(*texts: Text, sequences: int = 8, tokens: int = 1000, short_context
 
 def run(planned: TextSchedule) -> list[tuple[str, int, int, bool]]:
     """One step: (request, first position, tokens, whether a token is chosen); chosen tokens are appended."""
-    parts = planned.next_parts()
-    said = [(part.text.request.id, part.place.first, part.count, part.is_last) for part in parts]
+    parts = planned.next_chunks()
+    said = [(part.text.request.id, part.text_part.first, part.count, part.is_last) for part in parts]
     for part in parts:
         is_last = part.is_last
         part.text.cache.length += part.count
@@ -46,11 +46,11 @@ def test_prompts_are_computed_in_chunks_while_texts_go_on() -> None:
 
 def test_admission_keeps_the_order_and_the_room() -> None:
     planned = schedule(text("a", 3), text("big", 30), text("b", 1), sequences=2, tokens=40)
-    planned.next_parts()
+    planned.next_chunks()
     assert [one.request.id for one in planned.running] == ["a"]  # 8 + 40 tokens do not fit, and "b" may not overtake
     assert planned.reserved_tokens == 8 and "big" in planned and "c" not in planned
     planned.remove(planned.running[0])
-    planned.next_parts()
+    planned.next_chunks()
     assert [one.request.id for one in planned.running] == ["big"] and planned.reserved_tokens == 40
     waiting = planned.find("b")
     assert waiting is not None

@@ -61,11 +61,11 @@ def test_prompts_are_scored_in_chunks_and_in_batches(loaded: LoadedModel) -> Non
 
 
 def test_what_cannot_be_scored_is_refused(loaded: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match="Request a asks for 0 new tokens"):
+    with pytest.raises(ConfigError, match="max_new_tokens of request a is 0"):
         Request("a", (1,), 0, GREEDY)
     whole = Request("a", (1,) * (POSITIONS + 1), 0, GREEDY, scores_prompt=True)
     with pytest.raises(ConfigError, match=f"has {POSITIONS + 1} tokens, and the model has {POSITIONS} positions"):
         answers(loaded, whole)
     prefixes = replace(loaded, config=replace(loaded.config, loss=replace(loaded.config.loss, objective="prefix")))
-    with pytest.raises(ConfigError, match="Request a asks for the log-probabilities of its prompt, .* both directions"):
+    with pytest.raises(ConfigError, match="Request a is for the log-probabilities of its prompt, .* both directions"):
         answers(prefixes, replace(whole, prompt=(1, 2)))

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from megatron.errors import ConfigError, NumericsError
-from megatron.inference.sampling import Chooser, Chosen, Sampling, choose
+from megatron.inference.sampling import Chooser, Sampling, TokenChoice, choose
 from megatron.inference.sampling.choosing import adjust, cut, warp
 
 PROBABILITIES = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])
@@ -189,7 +189,7 @@ def test_log_probabilities_are_the_networks() -> None:
     (asked,) = choose(SCORES, [Chooser(Sampling(greedy=True), [], top_logprobs=99)])
     assert len(asked.top) == 5
     (unasked,) = choose(SCORES, [Chooser(Sampling(greedy=True), [])])
-    assert unasked == Chosen(0, pytest.approx(math.log(0.5), abs=1e-5))
+    assert unasked == TokenChoice(0, pytest.approx(math.log(0.5), abs=1e-5))
 
 
 @pytest.mark.parametrize(

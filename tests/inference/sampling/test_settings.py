@@ -23,8 +23,8 @@ EVERYTHING = Sampling(
     ("changes", "says"),
     [
         ({"temperature": -0.5}, r"temperature -0\.5 is out of range. It must be at least 0"),
-        ({"temperature": math.nan}, "temperature nan is not a number that can be used"),
-        ({"temperature": math.inf}, "temperature inf is not a number that can be used"),
+        ({"temperature": math.nan}, "temperature nan is not finite"),
+        ({"temperature": math.inf}, "temperature inf is not finite"),
         ({"top_k": -1}, "top_k -1 is out of range. It must be at least 0"),
         ({"top_p": 1.5}, r"top_p 1\.5 is out of range. It must be at most 1"),
         ({"min_p": -0.1}, r"min_p -0\.1 is out of range"),

@@ -100,10 +100,10 @@ def _losses(
 ) -> list[torch.Tensor]:
     """The statistics of all rows, and the gradients of one loss and of all three."""
     settings: dict[str, Any] = {"softcap": softcap, **options}
-    statistics = logit_statistics(logits, labels, valid, with_whole=True, **settings)
-    assert statistics.whole is not None
+    statistics = logit_statistics(logits, labels, valid, with_logit_sum=True, **settings)
+    assert statistics.logit_sum is not None
     normalizer = statistics.total.log() + statistics.largest if valid else torch.zeros_like(statistics.largest)
-    values = [normalizer, statistics.target, statistics.whole]
+    values = [normalizer, statistics.target, statistics.logit_sum]
     for minimized in (LossGradients(gradients.of_label), gradients):
         gradient = logit_gradient(logits, labels, normalizer, minimized, valid, 9000, **settings)
         assert not gradient[:, valid:].any()

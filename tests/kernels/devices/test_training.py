@@ -95,6 +95,7 @@ def test_losses_in_float16_do_not_depend_on_the_kernels(
     _check_parity(corpus, tmp_path, "cuda", HALF, 3e-3)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_killed_run_goes_on_with_the_same_losses(

@@ -67,7 +67,7 @@ def test_failures_are_sentences_and_lose_nothing(
     cases = {
         "broken.cpp:1: error: it is broken": {"only": ("broken",)},
         "failed .exit status 1.:\n.*compiler printed nothing": {"only": ("silent",)},
-        r"1 s \(--time-limit 1\) .* compiled sleepy for the CPU. Give it more time\.$": {
+        r"1 s \(--time-limit 1\) .* compiled sleepy for the CPU. Raise the limit\.$": {
             "only": ("sleepy",),
             "seconds": 1,
         },
@@ -76,21 +76,21 @@ def test_failures_are_sentences_and_lose_nothing(
     for sentence, changes in cases.items():
         with pytest.raises(LaunchError, match=sentence):
             build(_with(request_for, **changes), lambda line: None)
-    with pytest.raises(ConfigError, match="--only third: no such operation. Known are broken, dropout_add, first"):
+    with pytest.raises(ConfigError, match="--only third: unknown operation. Choose from broken, dropout_add, first"):
         build(_with(request_for, only=("third",)), lambda line: None)
     with pytest.raises(ConfigError, match="--architectures 90,abc: 'abc' is not a compute capability"):
         build(_with(request_for, architectures=("90", "abc")), lambda line: None)
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be written to .*file: File exists"):
+    with pytest.raises(StorageError, match="Cannot write the library to .*file: File exists"):
         build(_with(request_for, folder=tmp_path / "file"), lambda line: None)
     with pytest.raises(ConfigError, match="clone it and build there"):
         build(_with(request_for, sources=tmp_path / "library"), lambda line: None)
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    with pytest.raises(LaunchError, match="/no/such/compiler cannot be started: No such file"):
+    with pytest.raises(LaunchError, match="Cannot start /no/such/compiler: No such file"):
         build(request_for, lambda line: None)
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LaunchError, match=r"No C\+\+ compiler was found .*apt-get install g\+\+"):
+    with pytest.raises(LaunchError, match=r"No C\+\+ compiler found .*apt-get install g\+\+"):
         build(request_for, lambda line: None)
     assert (folder / RECORD).read_text() == before
     assert sorted(path.name for path in folder.iterdir()) == sorted([LIBRARY, RECORD])

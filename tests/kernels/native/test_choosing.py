@@ -26,7 +26,7 @@ def test_what_is_asked_for_is_used_where_it_is_there(compiled: Library, tmp_path
     assert [name for name in OPERATIONS if getattr(chosen, name) is Implementation.CSRC] == ["dropout_add"]
     assert choose(_requested(kernels="torch"), CPU, compiled.folder).norm is Implementation.TORCH
     assert implementations("dropout_add", CPU, tmp_path) == {Implementation.TORCH}
-    with pytest.raises(ConfigError, match=r"asks for csrc \(dropout_add\), and .* has no library with these for cpu"):
+    with pytest.raises(ConfigError, match=r"requires csrc \(dropout_add\), but .* has no library with these for cpu"):
         choose(_requested(kernels="dropout_add=csrc"), CPU, tmp_path)
 
 

@@ -33,12 +33,12 @@ def test_a_fitting_library_has_its_operations_on_the_cpu(compiled: Library) -> N
     [
         ({"torch": "1.0.0"}, "it was built for torch 1.0.0, and this is torch"),
         ({"machine": "vax"}, "it was built for vax, and this machine is"),
-        ({"interface": 0}, "it has interface 0, and this version of the project needs"),
+        ({"interface": 0}, "it has interface 0, and this version of the project requires"),
         ({"sources": "0" * 64}, "its sources had digest 000000000000, and "),
         ({"sources": ""}, "its sources had digest unknown, and "),
         ({"cpu_features": ["avx2000"]}, "it was built with --native for a CPU with avx2000, which this one lacks"),
         ({"operations": None}, "its record build.json is damaged"),
-        ({"sha256": "0"}, "libmegatron_ops.so is not the file that build.json describes"),
+        ({"sha256": "0"}, "libmegatron_ops.so does not match build.json"),
         ({}, "it cannot be loaded ("),
         ({"folder": "another"}, "this process has loaded "),
     ],
@@ -93,7 +93,7 @@ def test_a_library_that_was_cut_short_is_not_loaded(
     whole = (compiled.folder / LIBRARY).read_bytes()
     (tmp_path / LIBRARY).write_bytes(whole[: len(whole) // 3])  # loading this one would end the process
     assert library(tmp_path) is None
-    assert "is not the file that build.json describes" in "".join(capfd.readouterr())
+    assert "does not match build.json" in "".join(capfd.readouterr())
 
 
 def test_the_folder_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def curves(
     return run_ranks(_curves, 2, compiled.folder, settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_losses_do_not_depend_on_the_norms(
     curves: list[dict[tuple[str, Implementation], list[tuple[float, float]]]], name: str

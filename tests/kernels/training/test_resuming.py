@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint import load, save
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import Library, library
 from megatron.kernels.optimizer import AdamW
@@ -43,7 +43,7 @@ def train(rank: int, layout: tuple[int, int, int], folder: str, kernels_at: str)
                 engine = build_engine(config, dataclasses.replace(mesh, kernels=kernels))
                 assert isinstance(engine.optimizer, AdamW) == (kind is CSRC)
                 if first:
-                    record = load(where / f"iter_{first:07d}", wanted_pieces(engine), mesh)
+                    record = load(where / f"iter_{first:07d}", pieces_to_load(engine), mesh)
                     refresh_weights(engine, record["updates"])
                 for step in range(first, last):
                     batches = local_batches(RECIPE, config, mesh, step, True)
@@ -54,6 +54,7 @@ def train(rank: int, layout: tuple[int, int, int], folder: str, kernels_at: str)
     return curves
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 1)])
 def test_curves_do_not_depend_on_the_implementation(
     compiled: Library, layout: tuple[int, int, int], tmp_path: Path

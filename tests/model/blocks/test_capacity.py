@@ -60,7 +60,7 @@ def test_an_expert_takes_the_preferred_tokens(policy: str) -> None:
         asks = experts == expert
         taken, left = asks & slots.kept, asks & ~slots.kept
         assert taken.sum() == min(asks.sum(), slots.capacity)
-        assert sorted(slots.places[taken].tolist()) == list(range(int(taken.sum())))
+        assert sorted(slots.indices[taken].tolist()) == list(range(int(taken.sum())))
         if policy == "probs" and left.any():
             assert weights[taken].min() >= weights[left].max()
         if policy == "position" and left.any():
@@ -71,7 +71,7 @@ def test_an_expert_takes_the_preferred_tokens(policy: str) -> None:
 def test_fewer_choices_than_experts() -> None:
     weights, experts = torch.tensor([[0.9, 0.1]]), torch.tensor([[3, 1]])
     slots = capacity_of(1.0).slots(weights, experts, StepContext(torch.arange(1)), training=True)
-    assert slots is not None and slots.places.tolist() == [[0, 0]] and bool(slots.kept.all())
+    assert slots is not None and slots.indices.tolist() == [[0, 0]] and bool(slots.kept.all())
 
 
 def test_nothing_is_dropped_without_a_capacity_or_where_samples_are_alone() -> None:
@@ -90,7 +90,7 @@ def share(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:
     mesh = open_mesh(Layout(ring_size=2))
     split = SequenceSplit.of(mesh, causal=True, by_document=False)
     assert split is not None
-    places = torch.from_numpy(split.places(LENGTH)[0])
+    places = torch.from_numpy(split.positions(LENGTH)[0])
     own = [value[:, places].flatten(0, 1) for value in choices()]
     context = dataclasses.replace(new_context(), split=split)
     found = {}
@@ -98,7 +98,7 @@ def share(rank: int) -> dict[str, tuple[torch.Tensor, torch.Tensor, int]]:
         slots = capacity_of(moe_token_drop_policy=policy).slots(own[0], own[1], context, training=True)
         assert slots is not None
         for expert in range(EXPERTS):
-            taken = slots.places[(own[1] == expert) & slots.kept]
+            taken = slots.indices[(own[1] == expert) & slots.kept]
             assert sorted(taken.tolist()) == list(range(len(taken)))
         found[policy] = (places, slots.kept.view(SAMPLES, -1, TOP_K), slots.capacity)
     return found

@@ -67,7 +67,7 @@ def test_a_shared_value_is_computed_by_the_first_layer_that_asks() -> None:
 
 def test_a_pipeline_needs_the_width_of_hidden_states() -> None:
     assert StepSettings(hidden_size=8).hidden_shape(2, 5) == (2, 5, 8)
-    with pytest.raises(ValueError, match=r"needs StepSettings\.hidden_size"):
+    with pytest.raises(ValueError, match=r"requires StepSettings\.hidden_size"):
         StepSettings().hidden_shape(2, 5)
 
 

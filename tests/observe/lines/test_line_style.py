@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 
 
 def test_a_moment_is_frozen_and_starts_in_the_first_epoch() -> None:
-    moment = Moment(1, 2)
-    assert (moment.epoch, moment.seconds_left) == (0, None)
+    position = LogPosition(1, 2)
+    assert (position.epoch, position.seconds_left) == (0, None)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        moment.step = 3  # type: ignore[misc]
+        position.step = 3  # type: ignore[misc]

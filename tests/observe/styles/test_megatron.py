@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from megatron.objective.metric import StepMetrics
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from megatron.observe.styles import megatron
 from tests.train.samples import metrics
 
 
 def line_of(values: StepMetrics) -> str:
-    (line,) = megatron.iteration_lines(values, Moment(7, 20))
+    (line,) = megatron.iteration_lines(values, LogPosition(7, 20))
     return line
 
 
@@ -40,7 +40,7 @@ def test_a_step_without_a_counted_token_shows_no_loss() -> None:
 
 def test_what_is_known_of_the_devices_and_the_end_comes_last() -> None:
     values = metrics(teraflops_per_device=123.456, model_flops_utilization_ratio=0.4123)
-    (line,) = megatron.iteration_lines(values, Moment(7, 20, seconds_left=93_784.6))
+    (line,) = megatron.iteration_lines(values, LogPosition(7, 20, seconds_left=93_784.6))
     assert line.endswith("| TFLOPs: 123.46 | MFU: 41.2% | ETA: 1 day, 2:03:05 |")
 
 
@@ -67,7 +67,7 @@ def test_the_loss_is_shown_whatever_it_is(loss: float, text: str) -> None:
 
 
 def test_evaluation_lines() -> None:
-    dashes, text, end = megatron.evaluation_lines("valid", "iteration 100", math.log(10.0), Moment(100, 200))
+    dashes, text, end = megatron.evaluation_lines("valid", "iteration 100", math.log(10.0), LogPosition(100, 200))
     assert text == "valid loss at iteration 100 | lm loss value: 2.302585E+00 | lm loss PPL: 1.000000E+01 | "
     assert dashes == end == "-" * (len(text) + 1)
 

@@ -10,7 +10,7 @@ from examples.dsgpt2 import log_style as dsgpt2
 from examples.gpt2_all_in import log_style as all_in_one
 from examples.hello_deepspeed import log_style as hello_deepspeed
 from examples.jax_lm_training.jax_lm import log_style as jax_lm
-from megatron.observe.console import Moment
+from megatron.observe.console import LogPosition
 from megatron.observe.styles import megatron, short
 from tests.train.samples import metrics
 
@@ -27,5 +27,5 @@ from tests.train.samples import metrics
     ],
 )
 def test_there_is_no_number(style: Any, shown: str) -> None:
-    (line,) = style.iteration_lines(metrics(lm_loss=None), Moment(7, 20))
+    (line,) = style.iteration_lines(metrics(lm_loss=None), LogPosition(7, 20))
     assert shown in line

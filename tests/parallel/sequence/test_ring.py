@@ -15,7 +15,7 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.sequence.ring import RingPlan
 from megatron.parallel.sequence.split import SequenceSplit
 from megatron.parallel.sequence.tiles import Visibility
-from megatron.parallel.sequence.ulysses import own_heads, to_heads, to_positions
+from megatron.parallel.sequence.ulysses import local_heads, to_heads, to_positions
 from tests.helpers.ranks import run_ranks
 
 LENGTH, BATCH, SIZE, SCALE = 256, 2, 16, 0.25
@@ -90,9 +90,9 @@ def attend(
         bounds = {"by_document": case.documents, "window": case.window}
         split = SequenceSplit.of(mesh, causal=not case.bidirectional, **bounds)  # type: ignore[arg-type]
         assert split is not None
-        places = torch.from_numpy(split.places(LENGTH, segments.numpy())).expand(BATCH, -1)
+        places = torch.from_numpy(split.positions(LENGTH, segments.numpy())).expand(BATCH, -1)
         query, key, value = (_at(part, places).requires_grad_() for part in states)
-        slopes = own_heads(case.slopes, split.ulysses)
+        slopes = local_heads(case.slopes, split.ulysses)
         form = PartialAttention(SCALE, case.softcap, case.explicit)
         seen = Visibility(case.bidirectional, case.window, bool(slopes), form.holds_scores(query))
         plan = RingPlan.of(split, LENGTH, segments if case.documents else None, form, seen, slopes, mesh.device)

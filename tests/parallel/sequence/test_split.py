@@ -31,11 +31,11 @@ def test_a_causal_ring_gives_each_rank_an_early_and_a_late_block() -> None:
 
 def test_encoders_and_ulysses_have_consecutive_tokens() -> None:
     assert _split(2, causal=False).parts(8).tolist() == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-    assert _split(1, 4).places(8).tolist() == [[0, 1]]
+    assert _split(1, 4).positions(8).tolist() == [[0, 1]]
     mixed = _split(2, 2)
-    assert mixed.places(16).tolist() == [[0, 1, 2, 3]]
+    assert mixed.positions(16).tolist() == [[0, 1, 2, 3]]
     later = dataclasses.replace(mixed, ulysses=Axis("sp", 1, 2, (0, 1)))
-    assert later.places(16).tolist() == [[12, 13, 14, 15]]
+    assert later.positions(16).tolist() == [[12, 13, 14, 15]]
 
 
 @pytest.mark.parametrize("window", [None, 512])

@@ -11,7 +11,7 @@ from megatron.kernels.attention.bounds import Bounds, local_bias
 from megatron.kernels.attention.dense import attention
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.sequence.split import SequenceSplit
-from megatron.parallel.sequence.ulysses import own_heads, to_heads, to_positions
+from megatron.parallel.sequence.ulysses import local_heads, to_heads, to_positions
 from tests.helpers.ranks import run_ranks
 
 HEADS, LENGTH, SCALE = 12, 32, 0.3
@@ -52,14 +52,14 @@ def attend(rank: int) -> dict[int, list[list[torch.Tensor]]]:
         mesh = open_mesh(ParallelRequest(ds_sequence_parallel_size=ranks))
         split = SequenceSplit.of(mesh, causal=True, by_document=False)
         assert split is not None
-        own = torch.from_numpy(split.places(LENGTH)[0])
+        own = torch.from_numpy(split.positions(LENGTH)[0])
         results[ranks] = []
         for name, groups in CASES:
             parts = [part[:, :, own].clone().requires_grad_() for part in states(groups)]
             query, key, value = to_heads(*parts, split.ulysses)
             assert query.shape == (2, HEADS // ranks, LENGTH, SIZE) and query.shape[1] % key.shape[1] == 0
             bounds = BOUNDS[name]
-            bounds = Bounds(bounds.segment_ids, bounds.window, own_heads(bounds.slopes, split.ulysses))
+            bounds = Bounds(bounds.segment_ids, bounds.window, local_heads(bounds.slopes, split.ulysses))
             out = to_positions(attended(query, key, value, bounds), split.ulysses)
             out.sum().backward()
             results[ranks].append([out.detach(), *(part.grad for part in parts if part.grad is not None)])

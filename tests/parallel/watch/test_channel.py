@@ -17,10 +17,10 @@ from megatron.parallel.joining import open_mesh, rendezvous
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.watch import opening
 from megatron.parallel.watch.channel import Channel
-from megatron.parallel.watch.hub_link import Link
-from megatron.parallel.watch.hub_state import Hub
+from megatron.parallel.watch.coordinator import Coordinator
+from megatron.parallel.watch.coordinator_link import Link
 from megatron.parallel.watch.limits import ALONE_SECONDS, WIND_DOWN_SECONDS, WatchLimits
-from megatron.parallel.watch.opening import meet
+from megatron.parallel.watch.opening import connect_ranks
 from megatron.parallel.watch.position import first_position
 from megatron.parallel.watch.stacks import main_stack, read_stacks
 from megatron.parallel.watch.verdict import RunEnd
@@ -44,7 +44,7 @@ class Rank:
     def is_starting(self) -> bool:
         return False
 
-    def speak(self, verdict: RunEnd) -> None:
+    def show(self, verdict: RunEnd) -> None:
         self.said.append(verdict)
 
     def end(self, verdict: RunEnd) -> None:
@@ -55,7 +55,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise OSError("no route to host")
 
 
-def connect_ranks(rank: int) -> dict[str, Any]:
+def connect_three(rank: int) -> dict[str, Any]:
     """Connects three ranks as on one machine, on two, and where one cannot be reached."""
     mesh = open_mesh(Layout())
     found: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def connect_ranks(rank: int) -> dict[str, Any]:
         watch = Watch()
         watch.open(mesh, rendezvous(), WatchLimits(20, 40))
         assert watch._meeting is not None
-        found[name] = watch._meeting.hubs
+        found[name] = watch._meeting.coordinators
         found[f"{name} answers"] = watch.peers_answer()
         dist.barrier()
         with watch:
@@ -72,7 +72,7 @@ def connect_ranks(rank: int) -> dict[str, Any]:
         dist.barrier()
     if rank == 1:
         opening.socket = SimpleNamespace(**{**vars(socket), "create_connection": refuse})  # type: ignore[assignment]
-    found["none"] = meet(mesh, rendezvous()) is None
+    found["none"] = connect_ranks(mesh, rendezvous()) is None
     watch = Watch()
     watch.open(mesh, rendezvous(), WatchLimits(20, 40))
     found["unwatched"] = watch.peers_answer() and not watch.fail(1, "shown by the caller")
@@ -80,7 +80,7 @@ def connect_ranks(rank: int) -> dict[str, Any]:
 
 
 def test_ranks_connect_on_one_machine_and_on_several() -> None:
-    for found in run_ranks(connect_ranks, 3):
+    for found in run_ranks(connect_three, 3):
         assert found["one"] == (0, 1) and found["two"] == (0, 2)
         assert found["one answers"] and found["two answers"]
         assert found["none"] and found["unwatched"]
@@ -88,10 +88,10 @@ def test_ranks_connect_on_one_machine_and_on_several() -> None:
 
 def test_one_process_is_watched_without_a_socket() -> None:
     rank, limits = Rank(), WatchLimits(hang_seconds=1, start_seconds=1)
-    meeting = meet(ParallelMesh.single(), ("nowhere.invalid", 1))
+    meeting = connect_ranks(ParallelMesh.single(), ("nowhere.invalid", 1))
     assert meeting is not None and meeting.listener is None
-    hub = Hub(0, None, meeting.processes, "", limits, time.monotonic())
-    Channel(rank, limits, [], hub, None, 0, 1).start()
+    coordinator = Coordinator(0, None, meeting.processes, "", limits, time.monotonic())
+    Channel(rank, limits, [], coordinator, None, 0, 1).start()
     assert rank.ended.wait(120)
     assert [(verdict.code, verdict.rank) for verdict in rank.said] == [(ExitCode.HANG, 0)]
     assert "in test_one_process_is_watched_without_a_socket" in rank.said[0].text
@@ -99,7 +99,7 @@ def test_one_process_is_watched_without_a_socket() -> None:
 
 @pytest.fixture
 def links() -> list[Link]:
-    return [Link(Connection(socket.socketpair()[0]), hub, 0.0) for hub in (0, 1)]
+    return [Link(Connection(socket.socketpair()[0]), coordinator, 0.0) for coordinator in (0, 1)]
 
 
 def third_rank(links: list[Link]) -> Channel:
@@ -119,11 +119,11 @@ def test_a_rank_whose_hubs_have_died_speaks_for_itself(links: list[Link]) -> Non
 
 def test_a_rank_whose_hubs_do_not_answer_ends_them_and_itself(links: list[Link]) -> None:
     channel = third_rank(links)
-    links[1].heard_at = 3.0
+    links[1].received_at = 3.0
     assert channel._decide(48.0) is None
     verdict = channel._decide(49.0 + ALONE_SECONDS)
     assert verdict is not None and (verdict.code, verdict.silent) == (ExitCode.HANG, (0, 1))
-    assert "ranks 0 and 1 have not answered for 50 s" in verdict.text
+    assert "ranks 0 and 1 have sent nothing for 50 s" in verdict.text
 
 
 def test_a_rank_whose_hubs_have_finished_is_left_alone(links: list[Link]) -> None:
@@ -135,10 +135,10 @@ def test_a_rank_whose_hubs_have_finished_is_left_alone(links: list[Link]) -> Non
 def test_time_in_which_the_process_was_stopped_is_no_silence(links: list[Link]) -> None:
     channel = third_rank(links)
     began_at = time.monotonic() - 1000
-    channel._sleep_out(began_at, 995.0)
-    assert links[0].heard_at == 0.0  # a little late, as on a loaded machine
-    channel._sleep_out(began_at, 4.0)
-    assert links[0].heard_at == pytest.approx(996, abs=5)
+    channel._discount_suspension(began_at, 995.0)
+    assert links[0].received_at == 0.0  # a little late, as on a loaded machine
+    channel._discount_suspension(began_at, 4.0)
+    assert links[0].received_at == pytest.approx(996, abs=5)
 
 
 def test_time_in_which_the_process_was_stopped_is_no_lack_of_progress(links: list[Link]) -> None:
@@ -150,7 +150,7 @@ def test_time_in_which_the_process_was_stopped_is_no_lack_of_progress(links: lis
         channel._watched.place = first_position()._replace(at_seconds=now - 1010)
         if is_seen:
             channel._heartbeat(now - 1005)
-        channel._sleep_out(now - 1000, 0.0)
+        channel._discount_suspension(now - 1000, 0.0)
         assert channel._heartbeat(now).idle_seconds == pytest.approx(10, abs=5)
         channel._watched.place = first_position()._replace(at_seconds=now + 2)
         assert channel._heartbeat(now + 3).idle_seconds == pytest.approx(1)

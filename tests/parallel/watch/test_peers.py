@@ -1,4 +1,4 @@
-"""Runs of many ranks: some pass on what others send, and whoever loses such a rank reaches the hubs without it."""
+"""Runs of many ranks: some relay messages, and ranks that lose their relay connect to the coordinators."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.mark.parametrize(("ranks", "of_node"), [(8, 4), (9, 9), (64, 8), (4096, 8), (16384, 8), (16384, 4)])
 def test_no_rank_has_many_connections(ranks: int, of_node: int) -> None:
-    hubs = (0, of_node if ranks > of_node else 1)
-    parents = parents_of([rank // of_node for rank in range(ranks)], hubs)
+    coordinators = (0, of_node if ranks > of_node else 1)
+    parents = parents_of([rank // of_node for rank in range(ranks)], coordinators)
     direct = [rank for rank, parent in enumerate(parents) if parent is None]
     if ranks <= NEAR:
         assert len(direct) == ranks
-    assert len(direct) <= NEAR + 1 and set(hubs) <= set(direct)
+    assert len(direct) <= NEAR + 1 and set(coordinators) <= set(direct)
     children = [parents.count(rank) for rank in {parent for parent in parents if parent is not None}]
     assert max(children, default=0) + NEAR + 1 <= 40
     for rank in (ranks - 1, ranks // 2):
@@ -38,7 +38,7 @@ def pass_on(rank: int) -> dict[str, Any]:
     """Three nodes of three ranks, one of which passes on what the others send; that of the last one dies."""
     mesh = open_mesh(Layout())
     opening.network_namespace = lambda: f"net {rank // 3}"
-    opening.parents_of = lambda places, hubs: parents_of(places, hubs, 3)  # type: ignore[misc]
+    opening.parents_of = lambda places, coordinators: parents_of(places, coordinators, 3)  # type: ignore[misc]
     watch = Watch()
     watch.open(mesh, rendezvous(), WatchLimits(20, 40))
     channel = watch._channel
@@ -68,6 +68,7 @@ def pass_on(rank: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_whoever_loses_the_rank_in_between_reaches_the_hubs_without_it() -> None:
     results = run_ranks(pass_on, 9)
     assert [found["links"] for found in results] == [1, 1, 1, 1, 1, 1, 2, 1, 1]

@@ -7,17 +7,17 @@ import pytest
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
 from megatron.parallel.watch.position import PHASES, Heartbeat
-from megatron.parallel.watch.verdict import Account, find_culprit, hang_verdict, lost_verdict
+from megatron.parallel.watch.verdict import RankAccount, find_culprit, hang_verdict, lost_verdict
 
 PROCESS = ProcessIdentity("node7", "m", "n", 4711, "1", "cp 1 tp 0")
 
 
 def account(
     rank: int, phase: str, step: int, idle: float, *, waits: bool = True, silent: float | None = None
-) -> Account:
+) -> RankAccount:
     heartbeat = Heartbeat(phase, step, 10 * step, idle, is_starting=False)
     stacks = f"thread MainThread:\n  place{rank}.py:1 in f\nthread other:\n  x.py:2 in g"
-    return Account(rank, PROCESS, heartbeat, silent, waits, "" if silent else stacks)
+    return RankAccount(rank, PROCESS, heartbeat, silent, waits, "" if silent else stacks)
 
 
 @pytest.mark.parametrize(
@@ -38,16 +38,16 @@ def account(
         ([], None),
     ],
 )
-def test_the_rank_that_the_others_wait_for(accounts: list[Account], culprit: int | None) -> None:
+def test_the_rank_that_the_others_wait_for(accounts: list[RankAccount], culprit: int | None) -> None:
     found = find_culprit(accounts, 5)
     assert (None if found is None else found.rank) == culprit
 
 
 def test_ranks_are_ordered_by_their_place_in_the_run() -> None:
     heartbeats = [Heartbeat(phase, 4, 7) for phase in PHASES]
-    assert sorted(heartbeats, key=Heartbeat.place) == heartbeats
-    assert Heartbeat("backward", 4, 7).place() < Heartbeat("forward", 4, 8).place()
-    assert Heartbeat("save", 4, 900).place() < Heartbeat("data", 5, 1).place()
+    assert sorted(heartbeats, key=Heartbeat.progress) == heartbeats
+    assert Heartbeat("backward", 4, 7).progress() < Heartbeat("forward", 4, 8).progress()
+    assert Heartbeat("save", 4, 900).progress() < Heartbeat("data", 5, 1).progress()
 
 
 def test_a_report_names_the_rank_its_place_and_its_stack() -> None:
@@ -69,9 +69,9 @@ def test_a_rank_that_does_not_answer_is_called_stopped() -> None:
     accounts[5] = account(5, "data", 7, 1, silent=31)
     verdict = hang_verdict(accounts[5], accounts)
     assert verdict.silent == (5,)
-    assert "rank 5 (process 4711 on node7, cp 1 tp 0) has not answered for 31 s: it is stopped, or" in verdict.text
+    assert "rank 5 (process 4711 on node7, cp 1 tp 0) has not replied for 31 s: it is stopped, or" in verdict.text
     assert "rank 16:" in verdict.text and "rank 17:" not in verdict.text and "and 23 more ranks" in verdict.text
-    assert "rank 5: phase data of step 7, has not answered for 31 s" in verdict.stacks
+    assert "rank 5: phase data of step 7, no reply for 31 s" in verdict.stacks
 
 
 def test_a_rank_that_is_gone() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint import load, save
 from megatron.engine.engine import Engine
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.model.blocks.router import BALANCE_LOSS, PASSES, dropped_tokens, expert_tokens
 from megatron.model.interface.step_state import states_of
 from megatron.parallel.joining import open_mesh
@@ -85,7 +85,7 @@ def continue_in(rank: int, form: str, name: str, folder: str) -> Course:
     layout, stage, extra = LAYOUTS[name]
     config = layout_config(RECIPE, layout, stage, [*COMMON.split(), *FORMS[form].split(), *extra.split()])
     engine = build_engine(config, open_mesh(config.parallel))
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
     refresh_weights(engine, record["updates"])
     return train(engine, RECIPE, config, SAVED_AFTER, RECIPE.steps)
 
@@ -153,6 +153,7 @@ def test_a_loss_within_micro_batches_does(plain: dict[tuple[str, int], Course]) 
     assert small["norm"] != pytest.approx(large["norm"], rel=1.0e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cases", sampled([FEW, ALL], [FEW]), ids=["few", "all"])
 def test_every_layout_trains_like_one_process(
     cases: list[tuple[str, str]], plain: dict[tuple[str, int], Course], tmp_path: Path

@@ -15,7 +15,7 @@ from megatron.checkpoint import load, read_tensors, save
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
 from megatron.engine.engine import Engine
 from megatron.engine.replicas import find_differences
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine, parameter_counts
 from tests.helpers.ranks import run_ranks
@@ -112,6 +112,7 @@ def train(rank: int, cases: Sequence[Case], world_size: int) -> list[tuple[Curve
 SETS = {"few": (RANKS, FEW), "all": (RANKS, ALL), "eight ranks": (2 * RANKS, EIGHT)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(SETS, ["few"]))
 def test_experts_on_other_ranks_train_like_one_process(name: str) -> None:
     ranks, cases = SETS[name]
@@ -135,6 +136,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.full
 def test_other_routing_is_that_of_one_process() -> None:
     alone = run_ranks(train, 1, OTHERS, 1)[0]
     for of_rank in run_ranks(train, RANKS, OTHERS, RANKS, timeout_seconds=200):
@@ -158,7 +160,7 @@ def save_and_continue(rank: int, folder: str) -> list[Curve]:
     for number, case in enumerate(CONTINUED):
         config = case.config()
         engine = build_engine(config, open_mesh(config.parallel))
-        record = load(last / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+        record = load(last / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
         refresh_weights(engine, record["updates"])
         last = Path(folder) / str(number)
         save(last, SAVED_AFTER, owned_pieces(engine), {"updates": record["updates"]}, engine.mesh)
@@ -166,6 +168,7 @@ def save_and_continue(rank: int, folder: str) -> list[Curve]:
     return curves
 
 
+@pytest.mark.full
 def test_a_checkpoint_loads_to_the_bit_on_any_number_of_expert_ranks(tmp_path: Path) -> None:
     for curves in run_ranks(save_and_continue, RANKS, str(tmp_path), timeout_seconds=200):
         for curve in curves[1:]:

@@ -62,6 +62,7 @@ def test_every_layout_and_precision_has_its_curve() -> None:
         assert losses[-1] < losses[0] - 0.05, "the run must learn something"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", sampled(LAYOUTS, TRAINED))
 def test_curves_are_those_that_are_kept(curves: dict[str, dict[str, Curve]], layout: str) -> None:
     for name, kept in read_golden(layout).items():

@@ -11,8 +11,8 @@ import torch
 from megatron.checkpoint import load, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED, Freezing
-from megatron.engine.state import owned_bytes, owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec
+from megatron.engine.state import owned_bytes, owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.pieces import Kind, PieceKey
 from megatron.train.start_up.engine_opening import build_engine
@@ -25,7 +25,7 @@ DECAY = 0.8
 Pieces = dict[tuple[str, Kind], torch.Tensor]
 
 
-def engine_of(stage: int, *flags: str, freezing: Freezing = EVERYTHING_IS_TRAINED) -> tuple[Engine, RunConfig]:
+def engine_of(stage: int, *flags: str, freezing: FreezeSpec = NOTHING_FROZEN) -> tuple[Engine, RunConfig]:
     """An engine in one process."""
     config = layout_config(RECIPE, (1, 1, 1), stage, list(flags))
     return build_engine(config, open_mesh(config.parallel), freezing), config
@@ -47,7 +47,7 @@ def loss_of(engine: Engine, config: RunConfig) -> float:
 
 def of_averages(engine: Engine) -> Iterator[tuple[PieceKey, object]]:
     """The weights of an engine, to be filled with means."""
-    for key, fill in wanted_pieces(engine, with_optimizer=False):
+    for key, fill in pieces_to_load(engine, with_optimizer=False):
         yield key.of_kind("average"), fill
 
 
@@ -75,7 +75,7 @@ def run(rank: int, stage: int, dtype: str, folder: str) -> None:
 
     # a resume
     resumed, _ = engine_of(stage, *flags)
-    load(Path(folder) / "iter_0000002", wanted_pieces(resumed), resumed.mesh)
+    load(Path(folder) / "iter_0000002", pieces_to_load(resumed), resumed.mesh)
     refresh_weights(resumed, 2)
     train(resumed, config, 2)
     assert all(torch.equal(values, after[key]) for key, values in pieces(resumed).items())
@@ -94,7 +94,7 @@ def run(rank: int, stage: int, dtype: str, folder: str) -> None:
 
     # without the optimizer: the means of the checkpoint, or of its weights where it has none, or where they start anew
     restarted, _ = engine_of(stage, *flags)
-    load(Path(folder) / "iter_0000003", wanted_pieces(restarted, with_optimizer=False), restarted.mesh)
+    load(Path(folder) / "iter_0000003", pieces_to_load(restarted, with_optimizer=False), restarted.mesh)
     refresh_weights(restarted, None)
     with restarted.using_averages():
         assert loss_of(restarted, config) == averaged
@@ -104,7 +104,7 @@ def run(rank: int, stage: int, dtype: str, folder: str) -> None:
     assert begins_with_weights(restarted, main)
     save(Path(folder), 4, owned_pieces(reader, with_optimizer=False), {}, reader.mesh)
     without, _ = engine_of(stage, *flags)
-    load(Path(folder) / "iter_0000004", wanted_pieces(without, with_optimizer=False), without.mesh)
+    load(Path(folder) / "iter_0000004", pieces_to_load(without, with_optimizer=False), without.mesh)
     refresh_weights(without, None)
     assert begins_with_weights(without, main) and loss_of(without, config) == averaged
     assert owned_bytes(engine) == sum(values.nbytes for values in after.values())
@@ -136,7 +136,7 @@ def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> No
 
         # a resume
         resumed, _ = engine_of(stage, *flags)
-        assert load(place / "iter_0000002", wanted_pieces(resumed), resumed.mesh) == record
+        assert load(place / "iter_0000002", pieces_to_load(resumed), resumed.mesh) == record
         refresh_weights(resumed, 2, averaging_weight=record["weight"])
         train(resumed, config, 2)
         assert all(torch.equal(values, after[key]) for key, values in pieces(resumed).items())
@@ -144,9 +144,9 @@ def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> No
 
         # a resume with a parameter that was frozen until then: only what it was trained with counts
         rate, name = RECIPE.learning_rate**2, "decoder.final_layernorm.weight"
-        thawed = Freezing(frozenset(), frozenset({name}), {name: 2}, {name: record["weight"]})
+        thawed = FreezeSpec(frozenset(), frozenset({name}), {name: 2}, {name: record["weight"]})
         partly, _ = engine_of(stage, *flags, freezing=thawed)
-        load(place / "iter_0000002", wanted_pieces(partly), partly.mesh)
+        load(place / "iter_0000002", pieces_to_load(partly), partly.mesh)
         refresh_weights(partly, 2, averaging_weight=record["weight"])
         train(partly, config, 2)
         counted = {float(state["weight"]) for state in partly.optimizer.state.values()}
@@ -164,7 +164,7 @@ def run_schedule_free(rank: int, runs: list[tuple[int, str]], folder: str) -> No
         assert owned_bytes(engine, with_optimizer=False) == 2 * owned_bytes(engine) // 4
         restarted, other = engine_of(stage, *flags)[0], engine_of(stage, dtype)[0]
         for each in (restarted, other):
-            wanted = wanted_pieces(each, with_optimizer=False, begins_with_means=True)
+            wanted = pieces_to_load(each, with_optimizer=False, starts_from_averages=True)
             load(place / "iter_0000003", wanted, each.mesh)
             refresh_weights(each, None)
             assert loss_of(each, config) == averaged

@@ -13,7 +13,7 @@ from megatron.checkpoint import load, read_tensors, save
 from megatron.config import RunConfig
 from megatron.engine.engine import Engine
 from megatron.engine.optimizers import whole_matrices
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
@@ -86,7 +86,7 @@ def load_and_train(rank: int, layout: tuple[int, int, int], stage: int, extra: l
     """Loads what any layout saved, and trains the rest."""
     config = layout_config(RECIPE, layout, stage, [*FLAGS, *extra])
     engine = build_engine(config, open_mesh(config.parallel))
-    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", wanted_pieces(engine), engine.mesh)
+    record = load(Path(folder) / f"iter_{SAVED_AFTER:07d}", pieces_to_load(engine), engine.mesh)
     refresh_weights(engine, record["updates"], averaging_weight=record["weight"])
     return train(engine, config, SAVED_AFTER, RECIPE.steps)
 
@@ -124,6 +124,7 @@ CASES = [
 KEPT = ["muon tp2dp2", "muon pp2dp2", "muon-experts tp2dp2", "lion pp2dp2", "schedule-free tp2dp2", "schedule-free dp2"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)
 def test_every_layout_trains_like_one_process(case: str, tmp_path: Path) -> None:
     optimizer, layout = case.split()

@@ -152,6 +152,7 @@ def curves_of_both(
     return curves
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "zero_stage", "names"), CASES, ids=["pp2", "pp2-dp2"])
 def test_a_schedule_equals_the_one_of_torch(
     layout: tuple[int, int, int], zero_stage: int, names: tuple[str, ...]

@@ -173,6 +173,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tu
     return lambda name: on(case_of(name).ranks)[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(CASES, KEPT))
 def test_training_is_the_same(name: str, results: Callable[[str], list[tuple[Course, Course]]]) -> None:
     case = CASES[name]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.config import Machine, RunConfig, TokenizerFacts, parse, resolve
-from megatron.data.loader import Batch, predicted_places
+from megatron.data.loader import Batch, predicted_positions
 from megatron.model.blocks.router import PASSES
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
@@ -161,7 +161,8 @@ def batches(config: RunConfig, mesh: ParallelMesh, step: int) -> list[Batch]:
             batch.loss_mask[:, 0] = 0
             batch = dataclasses.replace(batch, token_types=prefix.astype(np.int64), swapped=batch.sample_ids % 2)
             if names_predicted(config):
-                batch = dataclasses.replace(batch, predicted=predicted_places(batch.loss_mask, batch.tokens.shape[1]))
+                predicted = predicted_positions(batch.loss_mask, batch.tokens.shape[1])
+                batch = dataclasses.replace(batch, predicted=predicted)
         made.append(batch)
     return made
 
@@ -202,6 +203,7 @@ FEW = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", sampled([FEW, list(CASES)], [FEW]), ids=["few", "all"])
 def test_losses_and_norms_are_those_of_one_process(names: list[str]) -> None:
     (alone,) = run_ranks(train, 1, names, 1)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpoint import load, save
 from megatron.engine import engine as engine_module
-from megatron.engine.state import owned_pieces, refresh_weights, wanted_pieces
+from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 from tests.helpers.ranks import run_ranks
@@ -103,7 +103,7 @@ def save_and_load(folder: str) -> dict[str, tuple[bool, list[float], list[float]
         first, second = (build_engine(config, open_mesh(config.parallel)) for config in configs)
         first.train_batch(local_batches(RECIPE, configs[0], first.mesh, 0, False), RECIPE.learning_rate)
         save(Path(folder) / name, 1, owned_pieces(first), {"updates": first.update_count}, first.mesh)
-        record = load(Path(folder) / name / "iter_0000001", wanted_pieces(second), second.mesh)
+        record = load(Path(folder) / name / "iter_0000001", pieces_to_load(second), second.mesh)
         refresh_weights(second, record["updates"])
         is_same = all(map(torch.equal, first.module.parameters(), second.module.parameters()))
         losses = []

@@ -127,6 +127,7 @@ def folders(corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> tup
     return alone, shared, trained
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_that_of_one_process(folders: tuple[Path, Path, list[Samples]], name: str) -> None:
     fields = OBJECTIVES[name][2]

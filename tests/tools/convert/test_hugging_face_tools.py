@@ -34,6 +34,7 @@ def section() -> list[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_guide_brings_a_model_trains_it_and_takes_it_away(tmp_path: Path) -> None:
     for name in ("tools", "pretrain_gpt.py", "megatron", "trident"):

@@ -34,6 +34,7 @@ def _python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return python_with_core(tmp_path_factory.mktemp("megatron-core"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_megatron_core_reads_the_same_tokens(_python: str, tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)

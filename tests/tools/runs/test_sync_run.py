@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ConfigError, StorageError
-from tests.checkpoint.keeping.checkpoints import save_step
+from tests.checkpoint.retention.checkpoints import save_step
 from tests.helpers.machines.fake_ssh import FakeSsh
 from tools.runs import sync_run
 

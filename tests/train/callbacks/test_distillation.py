@@ -79,6 +79,7 @@ def whole(corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_every_layout_learns_the_same_and_a_resume_goes_on(corpus: TinyCorpus, whole: Path, tmp_path: Path) -> None:
     before = digest(corpus.folder / "teacher")
     split, replicas, staged = (tmp_path / name for name in ("split", "replicas", "staged"))

@@ -13,7 +13,7 @@ from megatron.checkpoint import SaveOptions
 from megatron.checkpoint.background_writer import SaveOutcome
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import SavingConfig
-from megatron.engine.freezing import EVERYTHING_IS_TRAINED
+from megatron.engine.freezing import NOTHING_FROZEN
 from megatron.errors import CheckpointError, NumericsError, StorageError
 from megatron.observe.styles import megatron
 from megatron.parallel.mesh import ParallelMesh, standard_axes
@@ -96,7 +96,7 @@ def run_at(step: int, *, rank: int = 0, writer: Any = None, **saving: Any) -> An
         engine=SimpleNamespace(
             update_count=step - 1,
             view=SimpleNamespace(loss_scale_state=lambda: {"cur_scale": 2.0}),
-            freezing=EVERYTHING_IS_TRAINED,
+            freezing=NOTHING_FROZEN,
             averaging_weight=0.0,
         ),
         mesh=mesh,
@@ -260,7 +260,7 @@ class Writer:
         self.heard = True
         self.stall_seconds = 0.0
 
-    def begin(self, step: int, pieces: Any, record: Any) -> None:
+    def start_save(self, step: int, pieces: Any, record: Any) -> None:
         self.began.append(step)
 
     def wait(self) -> None:

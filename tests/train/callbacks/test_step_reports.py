@@ -46,7 +46,7 @@ def test_the_first_bad_step_ends_a_run_that_allows_none(loss: float, norm: float
         r"--max-bad-steps 0 allows no more such steps in a row\. The last checkpoint is intact\..*--lr"
     )
     with pytest.raises(NumericsError, match=sentence) as caught:
-        check_numbers(run_with(), AFTER, Outcome(loss=loss, gradient_norm=norm, bad_in_a_row=1))
+        check_numbers(run_with(), AFTER, Outcome(loss=loss, gradient_norm=norm, consecutive_bad=1))
     assert caught.value.step == 7
 
 
@@ -96,7 +96,7 @@ def test_overflows_with_a_loss_scale_that_cannot_fall_end_a_run() -> None:
 
 
 def test_allowed_bad_steps_are_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
-    step = Outcome(loss=math.nan, gradient_norm=1.5, bad_in_a_row=2)
+    step = Outcome(loss=math.nan, gradient_norm=1.5, consecutive_bad=2)
     check_numbers(run_with(max_bad_steps=2), AFTER, step)
     check_numbers(run_with(max_bad_steps=2, rank=1), AFTER, step)
     assert capsys.readouterr().err == (
@@ -104,11 +104,11 @@ def test_allowed_bad_steps_are_reported_once(capsys: pytest.CaptureFixture[str])
         "most 2 consecutive such steps.\n"
     )
     with pytest.raises(NumericsError, match=r"--max-bad-steps 2 allows no more"):
-        check_numbers(run_with(max_bad_steps=2), AFTER, Outcome(loss=math.nan, bad_in_a_row=3))
+        check_numbers(run_with(max_bad_steps=2), AFTER, Outcome(loss=math.nan, consecutive_bad=3))
 
 
 def test_a_spike_is_called_one(capsys: pytest.CaptureFixture[str]) -> None:
-    step = Outcome(loss=9.5, gradient_norm=1.5, is_spike=True, bad_in_a_row=1)
+    step = Outcome(loss=9.5, gradient_norm=1.5, is_spike=True, consecutive_bad=1)
     check_numbers(run_with(max_bad_steps=2, skip_spikes=6.0), AFTER, step)
     said = capsys.readouterr().err
     assert "loss 9.5, gradient norm 1.5, more than 6 standard deviations above the recent mean (--skip-spikes)" in said

@@ -73,7 +73,7 @@ def test_what_cannot_fit_is_refused_and_what_hardly_fits_is_warned_about(
 
 
 def test_a_gpu_is_judged_by_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "why_no_cuda", lambda: "")
+    monkeypatch.setattr(machine, "cuda_unavailable_reason", lambda: "")
     monkeypatch.setattr(machine, "largest_gpu_memory_bytes", lambda: 80 * 2**30)
     (refusal,) = memory_problems(request("--bf16"), ONE_RANK)
     assert "need at least 211.0 GiB" in refusal and "the largest GPU here has 80.0 GiB" in refusal

@@ -40,5 +40,5 @@ def test_a_folder_that_this_user_may_not_enter(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "is_file", denied)
     (text,) = said("--data-path", f"{tmp_path}/corpus")
     assert text.startswith(
-        f"{tmp_path}/corpus cannot be read: Permission denied ({tmp_path}/corpus.idx). Give data that"
+        f"{tmp_path}/corpus cannot be read: Permission denied ({tmp_path}/corpus.idx). Check the permissions."
     )

@@ -101,7 +101,7 @@ def test_only_checkpoints_of_the_run_pass() -> None:
     check(Path("c/iter_0000004"), {"run_id": ONE})
     check(Path("c/iter_0000004"), {})
     only_of_run("", Path("c"))(Path("c/iter_0000004"), {"run_id": TWO})
-    sentence = rf"it belongs to run {TWO}, and c to run {ONE}\. .*--load c/iter_0000004 and another --save"
+    sentence = rf"it belongs to run {TWO}, but c to run {ONE}\. .*--load c/iter_0000004 and another --save"
     with pytest.raises(DamagedError, match=sentence):
         check(Path("c/iter_0000004"), {"run_id": TWO})
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import Found, save
+from megatron.checkpoint import LoadedCheckpoint, save
 from megatron.checkpoint.record import Progress, Record
 from megatron.config import LoadingConfig
 from megatron.engine.gradients.update_gate import UpdateGate
@@ -36,7 +36,7 @@ def saved(folder: Path, step: int = 4, **changes: Any) -> Path:
 
 def saved_run(record: Record = RECORD) -> SavedRun:
     """The saved run found for a given record."""
-    return SavedRun(record, Found(record.to_json(), Path("c")))
+    return SavedRun(record, LoadedCheckpoint(record.to_json(), Path("c")))
 
 
 def test_from_scratch_ignores_checkpoints(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_checkpoint_of_one_step_is_found(tmp_path: Path) -> None:
     assert found is not None and found.record == make_record(4)
     found = find_saved_run(run_config(load=str(folder), load_tag="global_step6"), MESH)
     assert found is not None and found.record == make_record(6)
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint of step 5 .*It holds these steps: 6, 4\."):
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 5 .*It has these steps: 6, 4\."):
         find_saved_run(run_config(load=str(folder), ckpt_step=5), MESH)
 
 
@@ -160,12 +160,12 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
-    def wanted(engine: FakeEngine, *, with_optimizer: bool, begins_with_means: bool) -> Any:
+    def wanted(engine: FakeEngine, *, with_optimizer: bool, starts_from_averages: bool) -> Any:
         engine.asked.append(with_optimizer)
-        engine.begun_with_means.append(begins_with_means)
+        engine.begun_with_means.append(starts_from_averages)
         return whole_sink(make_state(kinds=("master",))).wanted()
 
-    monkeypatch.setattr(restore, "wanted_pieces", wanted)
+    monkeypatch.setattr(restore, "pieces_to_load", wanted)
 
     def refresh(engine: FakeEngine, updates: int | None, *, averaging_weight: float, restarts_averages: bool) -> None:
         engine.updates.append(updates)
@@ -351,7 +351,7 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
     start = started(folder, load=str(folder))
     assert start.saved is not None and start.saved.record.progress.step == 4
     text = capsys.readouterr().err
-    assert f"skipping checkpoint {folder / 'iter_0000008'}: it belongs to run {TWO}, and {folder} to run {ONE}" in text
+    assert f"skipping checkpoint {folder / 'iter_0000008'}: it belongs to run {TWO}, but {folder} to run {ONE}" in text
     for flags in ({"load": str(folder / "iter_0000008")}, {"load": str(folder), "ckpt_step": 8}):
         named = started(tmp_path / f"b{len(flags)}", **flags)
         assert named.saved is not None and named.saved.record.run_id == named.identity.forked_from["run_id"] == TWO
@@ -362,7 +362,7 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
 def test_nothing_but_the_checkpoints_of_another_run_is_an_error(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", 8, run_id=TWO)
     write_identity(folder, RunIdentity(ONE))
-    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, and .* {ONE}"):
+    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, but .* {ONE}"):
         started(folder, load=str(folder))
 
 

@@ -55,6 +55,7 @@ def logged(folder: Path) -> str:
     return (folder / "run" / "log.txt").read_text()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [(1, {}), (2, {"zero_stage": 3, "bf16": ()}), (2, {"pipeline_model_parallel_size": 2, "zero_stage": 0})],
@@ -134,6 +135,7 @@ def failed_saves(folder: Path) -> list[int]:
     return found[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
 @pytest.mark.parametrize("exits_at_first", [False, True], ids=["three", "first"])
 def test_saves_that_are_refused_in_a_row_end_all_ranks_at_the_same_step(
@@ -168,6 +170,7 @@ def test_a_disk_that_is_full_for_a_while_costs_two_checkpoints(corpus: TinyCorpu
     assert [path.name for path in folder.glob("iter_*")] == ["iter_0000008"] and not list(folder.glob(".tmp*"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop", ["the end", "a stop"])
 def test_a_last_save_that_is_refused_is_an_error(corpus: TinyCorpus, tmp_path: Path, stop: str) -> None:
     kill_switch = tmp_path / "stop"
@@ -217,6 +220,7 @@ def stopped_while_waiting(rank: int, flags: list[str]) -> tuple[int, str]:
     return code, "; ".join([text, *(told for _, told in ended)])
 
 
+@pytest.mark.full
 def test_a_stop_signal_waits_for_the_save_that_holds_up_the_loop(corpus: TinyCorpus, tmp_path: Path) -> None:
     flags = corpus.flags(folder=tmp_path, save_interval=4, train_iters=4000, lr_decay_iters=100)
     assert run_ranks(stopped_while_waiting, 1, flags) == [(ExitCode.REQUEUE, "")]
@@ -224,6 +228,7 @@ def test_a_stop_signal_waits_for_the_save_that_holds_up_the_loop(corpus: TinyCor
     assert names == ["iter_0000004", f"iter_{max(losses(tmp_path)):07d}"] and len(names) == 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stop", ["signal", "file", "interval", "end"])
 def test_whatever_ends_a_run_waits_for_the_save_and_saves_the_last_step(
     corpus: TinyCorpus, tmp_path: Path, stop: str
@@ -253,7 +258,7 @@ def test_a_state_that_does_not_fit_into_memory_is_refused_or_saved_at_once(corpu
     ((code, text, _),) = run_ranks(with_little_memory, 1, corpus.flags("--async-save", folder=tmp_path))
     assert code == ConfigError.exit_code
     assert text.startswith("--async-save: a copy of the state of the 1 rank(s) on ")
-    assert "bytes of host memory, and 5000 bytes are available there. Give --no-async-save" in text
+    assert "bytes of host memory, but only 5000 bytes are available. Give --no-async-save" in text
     ((code, text, said),) = run_ranks(with_little_memory, 1, corpus.flags(folder=tmp_path))
     assert (code, text) == (0, "")
     assert said.count("each save will hold up training until it is written, as with --no-async-save.") == 1

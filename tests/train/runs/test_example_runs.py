@@ -47,7 +47,7 @@ def test_an_interrupted_run_resumes_by_the_same_command(corpus: TinyCorpus, tmp_
     refused = {
         "--pack-examples": [word for word in command(corpus, whole) if word != "--pack-examples"],
         "--chat-template": command(corpus, whole, chat_template="chatml"),
-        "The training data is not that of the run": command(corpus, whole, data_path=other),
+        "The training data differs from the run": command(corpus, whole, data_path=other),
     }
     (results,) = run_ranks(train_all, 1, [base, command(corpus, whole), *refused.values()])
     assert results[:2] == [(0, "")] * 2

@@ -111,6 +111,7 @@ def ran(corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(folder, texts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("targets", "weights"), COMBINATIONS)
 def test_prefix_training_saves_and_resumes(ran: Ran, targets: bool, weights: bool) -> None:
     place = ran.folder / f"{targets}-{weights}" / "cut"

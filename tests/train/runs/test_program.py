@@ -59,6 +59,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sampled(LAYOUTS, ["tp2pp2", "dp2-zero3", "recompute"]))
 def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, name: str) -> None:
     world, changes = LAYOUTS[name]
@@ -84,6 +85,7 @@ def test_four_ranks_resume_as_one_process(corpus: TinyCorpus, tmp_path: Path) ->
         assert got[step][2:] == expected[step][2:]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
 def test_document_boundaries_mean_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
     settings = {"hidden_dropout": 0, "attention_dropout": 0, "train_iters": 4}

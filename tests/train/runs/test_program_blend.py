@@ -41,7 +41,7 @@ def test_a_blend_changes_at_a_resume(corpora: list[TinyCorpus], tmp_path: Path) 
     three = ("1", corpora[0].prefix, "1", corpora[1].prefix, "2", corpora[2].prefix)
     assert train(first.flags(log, folder=tmp_path, data_path=two, exit_interval=4))[0] == 0
     code, text = train(first.flags(folder=tmp_path, data_path=three))
-    assert code == 65 and "add --change-data-blend to continue with this blend from here" in text
+    assert code == 65 and "add --change-data-blend to continue with this blend" in text
     assert train(first.flags(log, "--change-data-blend", folder=tmp_path, data_path=three, exit_interval=6))[0] == 0
     assert train(first.flags(log, folder=tmp_path, data_path=three))[0] == 0
     plan = stored_plan(tmp_path)

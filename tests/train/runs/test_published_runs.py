@@ -88,6 +88,7 @@ def chosen(cases: int) -> list[Command]:
     ]
 
 
+@pytest.mark.full
 def test_published_commands_and_growing_samples_train(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     corpus = write_tiny_corpus(tmp_path)
     cases = pytestconfig.getoption("--cases")

@@ -42,6 +42,7 @@ def records(folder: Path, name: str, *fields: str) -> list[list[Any]]:
     return [[line[field] for field in fields] for line in lines if set(fields) <= line.keys()]
 
 
+@pytest.mark.full
 def test_any_schedule_goes_on_from_any_other(tmp_path: Path) -> None:
     corpus = write_tiny_corpus(tmp_path)
     (tmp_path / "prompts.txt").write_text("one and\nand so\n")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megatron.config import ParallelConfig
-from megatron.data.build import TakenSource
+from megatron.data.build import SourceUsage
 from megatron.data.order.plan import SourcePlan
 from megatron.train.start_up.summary import layout_rows, pipeline_rows, shares_text, size_text, summary_lines
 
 
-def taken(name: str, ratio: float, epochs: float) -> TakenSource:
+def taken(name: str, ratio: float, epochs: float) -> SourceUsage:
     source: SourcePlan = None  # type: ignore[assignment]
-    return TakenSource(source, name, weight=1.0, before=0, count=1, ratio=ratio, epochs=epochs)
+    return SourceUsage(source, name, weight=1.0, before=0, count=1, ratio=ratio, epochs=epochs)
 
 
 def test_the_lines_have_their_texts_in_one_column_between_rules() -> None:

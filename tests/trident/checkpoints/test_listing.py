@@ -8,7 +8,7 @@ import pytest
 
 from megatron.checkpoint.storage import Storage
 from megatron.errors import StorageError
-from tests.checkpoint.keeping.checkpoints import RUN, save_step
+from tests.checkpoint.retention.checkpoints import RUN, save_step
 from trident.checkpoints.listing import entries_in
 
 

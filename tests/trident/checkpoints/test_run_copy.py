@@ -12,7 +12,7 @@ import pytest
 
 from megatron.checkpoint import verify
 from megatron.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from tests.checkpoint.keeping.checkpoints import OTHER_RUN, loaded_seed, save_step
+from tests.checkpoint.retention.checkpoints import OTHER_RUN, loaded_seed, save_step
 from tests.helpers.machines.fake_ssh import FakeSsh
 from trident.checkpoints.run_copy import CopyTarget, RunCopy, parse_target
 

@@ -25,6 +25,7 @@ TOLERANCE = 1e-5
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_a_model_is_the_same_on_both_sides(
     name: str, tiny_model: Callable[[str], Path], imported_model: Callable[[str], Path], tmp_path: Path

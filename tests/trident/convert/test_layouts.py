@@ -129,6 +129,7 @@ def found(imported_model: Callable[[str], Path], saved: Path) -> Found:
     return run_ranks(run_layouts, 2, {name: imported_model(name) for name in MODELS}, saved, timeout_seconds=300)[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_an_imported_model_is_the_same_in_every_layout(
     name: str,

@@ -21,14 +21,14 @@ def test_a_batch_holds_inputs_and_the_rows_that_predict_targets() -> None:
     assert batch.prefix.tolist() == [[True, True, False], [True, False, False]]
     assert batch.rows.tolist() == [1, 2, 3, 4]
     assert batch.labels.tolist() == [3, 4, 6, 7]
-    assert batch.places.tolist() == [1, 2, 3, 4]
+    assert batch.indices.tolist() == [1, 2, 3, 4]
 
 
 def test_results_come_back_in_the_order_of_the_queries() -> None:
     answers = Answers([Query((9, 8), 1), Query((1, 2, 3, 4), 2)])
     for numbers, logprobs, predicted in (([1], [-1.0, -2.0], [3, 5]), ([0], [-0.5], [8])):
         batch = answers.batch(numbers)
-        answers.logprobs[batch.places], answers.predicted[batch.places] = logprobs, predicted
+        answers.logprobs[batch.indices], answers.predicted[batch.indices] = logprobs, predicted
     assert answers.scores() == [Score(-0.5, 1, True, (8,)), Score(-3.0, 2, False, (3, 5))]
 
 

@@ -87,6 +87,7 @@ def uninterrupted(hosts: Cluster, corpus: TinyCorpus, project: Path) -> dict[int
     return losses(project / "whole")
 
 
+@pytest.mark.full
 def test_a_run_that_loses_a_host_goes_on_and_regains_it(hosts: Cluster, project: Path, corpus: TinyCorpus) -> None:
     expected = uninterrupted(hosts, corpus, project)
     run, layout = project / "elastic", ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]

@@ -83,6 +83,7 @@ def test_ranks_meet_and_exit_codes_reach_the_caller(slurm: Cluster, project: Pat
     ]
 
 
+@pytest.mark.full
 def test_a_preempted_job_saves_is_requeued_and_goes_on(slurm: Cluster, project: Path, corpus: TinyCorpus) -> None:
     variables = {
         "SCALE": "tiny", "DEVICES_PER_NODE": "1", "DATA_PATH": corpus.prefix, "VOCAB_FILE": corpus.vocab_file,

@@ -61,6 +61,7 @@ def large() -> Planned:
     return Planned(words, plan, problems, time.process_time() - began_at)
 
 
+@pytest.mark.full
 def test_a_plan_of_512_devices_takes_seconds_and_names_legal_layouts_that_fit(large: Planned) -> None:
     words, plan = large.words, large.plan
     assert large.seconds < 30
@@ -324,6 +325,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("flags", "is_kept"),
     [
@@ -352,6 +354,7 @@ def test_alternative_flags_are_kept_and_the_command_has_the_layout(
     assert dataclasses.replace(read, keeps_experts_whole=False) == best
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -18,7 +18,7 @@ import openai
 
 from megatron.errors import ConfigError
 from megatron.inference.generation import GeneratedToken, Request
-from megatron.inference.sampling import Chosen, Sampling
+from megatron.inference.sampling import Sampling, TokenChoice
 from megatron.tokenizers.chat import load_chat_template
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tests.helpers.vocabulary import write_vocabulary
@@ -27,7 +27,7 @@ from trident.serve.execution.engine_loop import Arrival, Command, EngineLoop, Lo
 from trident.serve.execution.jobs import Jobs
 from trident.serve.metrics import ServerMetrics
 from trident.serve.requests.limits import ServerLimits
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 from trident.serve.service import Service
 from trident.serve.single_turn import SingleTurn
 from trident.serve.web import build_app
@@ -53,12 +53,12 @@ class FakeEngine:
     Args:
         answer: the tokens of a request; cut at its `max_new_tokens`.
         step_seconds: how long a step takes.
-        most_running: others wait inside.
+        max_running: others wait inside.
     """
 
     answer: Callable[[Request], Sequence[int]] = counting
     step_seconds: float = 0.0
-    most_running: int = 8
+    max_running: int = 8
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     steps: int = 0
@@ -83,15 +83,15 @@ class FakeEngine:
         time.sleep(self.step_seconds)
         self.steps += 1
         found = []
-        for identity, (request, left) in list(self._running.items())[: self.most_running]:
+        for identity, (request, left) in list(self._running.items())[: self.max_running]:
             if request.prompt[0] == FAILING_TOKEN and len(left) == request.max_new_tokens - 2:
                 found.append(GeneratedToken(identity, None, finish="failed", failure="Traceback of this sequence"))
                 del self._running[identity]
                 continue
-            prompt: tuple[Chosen, ...] = ()
+            prompt: tuple[TokenChoice, ...] = ()
             top = tuple((number, -float(number)) for number in range(request.top_logprobs))
             if request.scores_prompt and len(left) == request.max_new_tokens:
-                prompt = tuple(Chosen(number, -0.5, top) for number in request.prompt[1:])
+                prompt = tuple(TokenChoice(number, -0.5, top) for number in request.prompt[1:])
             if not left:
                 found.append(GeneratedToken(identity, None, finish="length", prompt=prompt))
                 del self._running[identity]
@@ -114,7 +114,7 @@ def saying(tokenizer: Tokenizer, text: str) -> Callable[[Request], list[int]]:
     return lambda request: [*tokenizer.encode(text), tokenizer.eod_id]
 
 
-def served_by(folder: Path, **changes: Any) -> Served:
+def served_by(folder: Path, **changes: Any) -> ServedModel:
     """A model with the tests' small vocabulary."""
     tokenizer = build_tokenizer(write_vocabulary(folder))
     values: dict[str, Any] = {
@@ -128,7 +128,7 @@ def served_by(folder: Path, **changes: Any) -> Served:
         "created_at": 1_700_000_000,
         "fingerprint": "fp_test",
     }
-    return Served(**{**values, **changes})
+    return ServedModel(**{**values, **changes})
 
 
 @dataclass
@@ -151,7 +151,10 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    served: Served, engine: FakeEngine | None = None, limits: ServerLimits | None = None, access: Access | None = None
+    served: ServedModel,
+    engine: FakeEngine | None = None,
+    limits: ServerLimits | None = None,
+    access: Access | None = None,
 ) -> AsyncIterator[Running]:
     """Runs a service for as long as the context is open."""
     engine, limits = engine or FakeEngine(), limits or ServerLimits()
@@ -164,7 +167,7 @@ async def running(
     def deliver(arrivals: Sequence[Arrival]) -> None:
         loop.call_soon_threadsafe(jobs.arrive, arrivals)
 
-    computing = EngineLoop(commands, deliver, engine.most_running, load=load)
+    computing = EngineLoop(commands, deliver, engine.max_running, load=load)
     thread = threading.Thread(target=computing.run, args=(engine,), daemon=True)
     thread.start()
     service.open(served)

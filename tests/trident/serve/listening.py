@@ -16,8 +16,8 @@ from tests.trident.serve.fakes import FakeEngine
 from trident.serve.access import Access, allowed_hosts
 from trident.serve.network import listen
 from trident.serve.requests.limits import ServerLimits
-from trident.serve.requests.served import Served
-from trident.serve.server import Opened, Server
+from trident.serve.requests.served_model import ServedModel
+from trident.serve.server import EngineSession, Server
 from trident.serve.service import STARTING
 from trident.serve.single_turn import SingleTurn
 
@@ -42,7 +42,7 @@ class Listening:
         """A new connection."""
         return socket.create_connection(("127.0.0.1", self.port), _SECONDS)
 
-    def ask(self, raw: bytes) -> bytes:
+    def send(self, raw: bytes) -> bytes:
         """Everything that the server sends until it closes the connection, for bytes that are sent at once."""
         with self.connect() as connection:
             connection.sendall(raw)
@@ -56,7 +56,7 @@ class Listening:
 
 @contextmanager
 def listening(
-    served: Served,
+    served: ServedModel,
     engine: FakeEngine | None = None,
     limits: ServerLimits | None = None,
     *,
@@ -76,9 +76,9 @@ def listening(
     server = Server(listen("127.0.0.1", 0), limits or ServerLimits(), access, single_turn, grace_seconds)
     failures: list[BaseException] = []
 
-    def open_model() -> Opened:
+    def open_model() -> EngineSession:
         before()
-        return Opened(served, engine, engine.most_running)
+        return EngineSession(served, engine, engine.max_running)
 
     def run() -> None:
         try:

@@ -10,12 +10,12 @@ import openai
 import pytest
 
 from tests.trident.serve.fakes import POSITIONS, FakeEngine, Running, running, saying
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def talk(served: Served, act: Callable[[Running], Awaitable[Any]], engine: FakeEngine | None = None) -> Any:
+def talk(served: ServedModel, act: Callable[[Running], Awaitable[Any]], engine: FakeEngine | None = None) -> Any:
     """What `act` returns with a running service."""
 
     async def whole() -> Any:
@@ -25,7 +25,7 @@ def talk(served: Served, act: Callable[[Running], Awaitable[Any]], engine: FakeE
     return asyncio.run(whole())
 
 
-def test_a_conversation_is_answered(served: Served) -> None:
+def test_a_conversation_is_answered(served: ServedModel) -> None:
     engine = FakeEngine(saying(served.tokenizer, "Hi! 👍"))
     messages: list[Any] = [
         {"role": "developer", "content": "Be brief."},
@@ -49,7 +49,7 @@ def test_a_conversation_is_answered(served: Served) -> None:
     assert answer.usage.prompt_tokens == len(prompt)
 
 
-def test_the_stream_adds_up_to_the_answer_at_once(served: Served) -> None:
+def test_the_stream_adds_up_to_the_answer_at_once(served: ServedModel) -> None:
     settings: dict[str, Any] = {"model": "tiny", "messages": HELLO, "n": 2, "seed": 1, "max_completion_tokens": 30}
     settings |= {"logprobs": True, "top_logprobs": 3}
 
@@ -71,7 +71,7 @@ def test_the_stream_adds_up_to_the_answer_at_once(served: Served) -> None:
         assert all(token.bytes is None or bytes(token.bytes).decode() == token.token for token in shown)
 
 
-def test_the_stop_texts_of_the_request_and_of_the_template_end_the_answer(served: Served) -> None:
+def test_the_stop_texts_of_the_request_and_of_the_template_end_the_answer(served: ServedModel) -> None:
     engine = FakeEngine(saying(served.tokenizer, "one two STOP three"))
 
     async def act(service: Running) -> Any:
@@ -109,7 +109,7 @@ def test_the_stop_texts_of_the_request_and_of_the_template_end_the_answer(served
         ({"prompt": "x"}, "'prompt' is not a field"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_a_clear_400(served: Served, settings: dict[str, Any], says: str) -> None:
+def test_what_is_wrong_is_a_clear_400(served: ServedModel, settings: dict[str, Any], says: str) -> None:
     async def act(service: Running) -> None:
         await service.client.chat.completions.create(model="tiny", messages=HELLO, extra_body=settings)
 
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_a_clear_400(served: Served, settings: dict[str, Any], 
         talk(served, act)
 
 
-def test_what_asks_for_nothing_unusual_is_accepted(served: Served) -> None:
+def test_what_asks_for_nothing_unusual_is_accepted(served: ServedModel) -> None:
     harmless = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
     harmless |= {"parallel_tool_calls": True, "service_tier": "auto", "max_tokens": 4, "max_completion_tokens": 4}
 

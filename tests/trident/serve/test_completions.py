@@ -12,14 +12,14 @@ import pytest
 from megatron.inference.sampling import Sampling
 from tests.trident.serve.fakes import POSITIONS, WRONG_TOKEN, FakeEngine, Running, running, saying
 from trident.serve.completions import CompletionForm
-from trident.serve.execution.answer_text import AnswerPiece, TokenRecord
-from trident.serve.requests.asks import Ask
+from trident.serve.execution.answer_text import AnswerDelta, TokenRecord
 from trident.serve.requests.limits import ServerLimits
-from trident.serve.requests.served import Served
+from trident.serve.requests.parsing import GenerationRequest
+from trident.serve.requests.served_model import ServedModel
 
 
 def talk(
-    served: Served,
+    served: ServedModel,
     act: Callable[[Running], Awaitable[Any]],
     engine: FakeEngine | None = None,
     limits: ServerLimits | None = None,
@@ -33,7 +33,7 @@ def talk(
     return asyncio.run(whole())
 
 
-def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(served: Served) -> None:
+def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(served: ServedModel) -> None:
     engine = FakeEngine(saying(served.tokenizer, "the answer"))
     ids = served.tokenizer.encode("one two")
 
@@ -61,7 +61,7 @@ def test_a_prompt_is_a_text_texts_tokens_or_lists_of_tokens(served: Served) -> N
     )
 
 
-def test_settings_reach_the_engine(served: Served) -> None:
+def test_settings_reach_the_engine(served: ServedModel) -> None:
     engine = FakeEngine()
 
     async def act(service: Running) -> Any:
@@ -80,7 +80,7 @@ def test_settings_reach_the_engine(served: Served) -> None:
     assert [(request.sample, request.max_new_tokens) for request in engine.requests] == [(0, 4), (1, 4), (2, 4)]
 
 
-def test_the_stream_adds_up_to_the_answer_at_once(served: Served) -> None:
+def test_the_stream_adds_up_to_the_answer_at_once(served: ServedModel) -> None:
     settings: dict[str, Any] = {
         "model": "tiny",
         "prompt": ["a", "b"],
@@ -108,13 +108,15 @@ def test_the_stream_adds_up_to_the_answer_at_once(served: Served) -> None:
         assert len(choice.logprobs.tokens) == 30 and set(choice.logprobs.token_logprobs) == {-0.25}
 
 
-def test_the_parts_of_characters_are_distinguished(served: Served) -> None:
+def test_the_parts_of_characters_are_distinguished(served: ServedModel) -> None:
     """Their texts are all U+FFFD; the keys of the alternatives are their bytes."""
     numbers = range(served.vocab_size)
     broken = [number for number in numbers if served.tokenizer.decode([number]) == "\ufffd"][:3]
     whole = [(number, -float(place)) for place, number in enumerate([*broken, 5, 5])]
-    form = CompletionForm(Ask((), ("",), 1, (), Sampling(), (), frozenset(), top_logprobs=5), served, "x", 0)
-    found = form.whole([AnswerPiece("", (TokenRecord(broken[0], -1.0, tuple(whole), 0),))], {})["choices"][0][
+    form = CompletionForm(
+        GenerationRequest((), ("",), 1, (), Sampling(), (), frozenset(), top_logprobs=5), served, "x", 0
+    )
+    found = form.whole([AnswerDelta("", (TokenRecord(broken[0], -1.0, tuple(whole), 0),))], {})["choices"][0][
         "logprobs"
     ]
     labels = [f"bytes:\\x{(served.token_bytes(number) or b'?')[0]:02x}" for number in broken]
@@ -122,7 +124,7 @@ def test_the_parts_of_characters_are_distinguished(served: Served) -> None:
     assert found["top_logprobs"] == [{**{label: -float(n) for n, label in enumerate(labels)}, served.token_text(5): -3}]
 
 
-def test_stop_texts_end_the_answer_and_the_computing(served: Served) -> None:
+def test_stop_texts_end_the_answer_and_the_computing(served: ServedModel) -> None:
     engine = FakeEngine(saying(served.tokenizer, "one two STOP " + "three " * 20), step_seconds=0.005)
 
     async def act(service: Running) -> Any:
@@ -137,7 +139,7 @@ def test_stop_texts_end_the_answer_and_the_computing(served: Served) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("new_tokens", [0, 1, 3])
-def test_echo_with_logprobs_shows_those_of_the_prompt(served: Served, streams: bool, new_tokens: int) -> None:
+def test_echo_with_logprobs_shows_those_of_the_prompt(served: ServedModel, streams: bool, new_tokens: int) -> None:
     """Texts and offsets are of the whole; the first token has no log-probability."""
     prompts, engine = ["some text", "a🦜"], FakeEngine()
     ids = [served.tokenizer.encode(prompt) for prompt in prompts]
@@ -170,7 +172,7 @@ def test_echo_with_logprobs_shows_those_of_the_prompt(served: Served, streams: b
     assert usage.completion_tokens == 2 * new_tokens
 
 
-def test_the_token_that_ends_a_scored_text_is_listed(served: Served) -> None:
+def test_the_token_that_ends_a_scored_text_is_listed(served: ServedModel) -> None:
     """lm-eval leaves out the last token of the list, which it takes for the generated one."""
 
     async def act(service: Running) -> Any:
@@ -184,7 +186,7 @@ def test_the_token_that_ends_a_scored_text_is_listed(served: Served) -> None:
     assert len(choice.logprobs.tokens) == len(served.tokenizer.encode("some text")) + 1
 
 
-def test_the_echo_of_tokens_leaves_a_begun_character_to_the_answer(served: Served) -> None:
+def test_the_echo_of_tokens_leaves_a_begun_character_to_the_answer(served: ServedModel) -> None:
     ids = served.tokenizer.encode("a🦜b")
     engine = FakeEngine(lambda request: [*ids[3:], served.eod_id or 0])
 
@@ -196,7 +198,7 @@ def test_the_echo_of_tokens_leaves_a_begun_character_to_the_answer(served: Serve
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_echo_puts_the_prompt_before_the_answer(served: Served, streams: bool) -> None:
+def test_echo_puts_the_prompt_before_the_answer(served: ServedModel, streams: bool) -> None:
     engine = FakeEngine(saying(served.tokenizer, " and more"))
 
     async def act(service: Running) -> list[str]:
@@ -213,7 +215,7 @@ def test_echo_puts_the_prompt_before_the_answer(served: Served, streams: bool) -
     assert talk(served, act, engine) == ["some text and more", "ş and more"]
 
 
-def test_the_usual_length_is_openais(served: Served) -> None:
+def test_the_usual_length_is_openais(served: ServedModel) -> None:
     async def act(service: Running) -> Any:
         return await service.client.completions.create(model="tiny", prompt="a")
 
@@ -244,7 +246,7 @@ def test_the_usual_length_is_openais(served: Served) -> None:
         ({"tools": []}, "'tools' is not a field of this request"),
     ],
 )
-def test_what_is_wrong_is_a_clear_400(served: Served, settings: dict[str, Any], says: str) -> None:
+def test_what_is_wrong_is_a_clear_400(served: ServedModel, settings: dict[str, Any], says: str) -> None:
     async def act(service: Running) -> None:
         await service.client.completions.create(**{"model": "tiny", "prompt": "a"}, extra_body=settings)
 
@@ -255,7 +257,7 @@ def test_what_is_wrong_is_a_clear_400(served: Served, settings: dict[str, Any], 
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_what_asks_for_nothing_unusual_is_accepted(served: Served) -> None:
+def test_what_asks_for_nothing_unusual_is_accepted(served: ServedModel) -> None:
     harmless = {"best_of": 1, "suffix": None, "stop": None, "logit_bias": None, "echo": False, "store": None}
 
     async def act(service: Running) -> Any:

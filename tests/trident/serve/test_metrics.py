@@ -12,14 +12,14 @@ from megatron.errors import ConfigError
 from tests.trident.serve.fakes import FakeEngine, running
 from trident.serve.execution.engine_loop import Load
 from trident.serve.metrics import ServerMetrics
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 
 
-def test_requests_tokens_and_times_are_counted(served: Served) -> None:
+def test_requests_tokens_and_times_are_counted(served: ServedModel) -> None:
     async def whole() -> str:
         async with running(served, FakeEngine()) as service:
-            ask = {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}
-            await service.http.post("/v1/completions", json=ask)
+            body = {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}
+            await service.http.post("/v1/completions", json=body)
             await service.http.post("/v1/completions", json={"wrong": 1})
             await service.http.get("/generate?sentence=a")
             await service.settle()

@@ -16,10 +16,10 @@ from trident.serve.completions import CompletionForm
 from trident.serve.execution.engine_loop import Load
 from trident.serve.execution.jobs import Jobs
 from trident.serve.metrics import ServerMetrics
-from trident.serve.requests.asks import Ask
 from trident.serve.requests.limits import ServerLimits
+from trident.serve.requests.parsing import GenerationRequest
 from trident.serve.requests.refusals import Refusal, broken
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 from trident.serve.service import READY, STARTING, STOPPING, Service
 from trident.serve.single_turn import SingleTurn
 
@@ -31,7 +31,7 @@ def service() -> Service:
     return Service(ServerLimits(), jobs, ServerMetrics(Load(), lambda: 0), SingleTurn(Sampling(), 5))
 
 
-def test_a_service_starts_is_ready_and_stops(service: Service, served: Served) -> None:
+def test_a_service_starts_is_ready_and_stops(service: Service, served: ServedModel) -> None:
     assert (service.state, service.health().status) == (STARTING, 503)
     with pytest.raises(Refusal, match="The checkpoint is being loaded"):
         service.models()
@@ -46,7 +46,7 @@ def test_a_service_starts_is_ready_and_stops(service: Service, served: Served) -
     assert service.state == STOPPING
 
 
-def test_a_service_that_ended_says_why(service: Service, served: Served) -> None:
+def test_a_service_that_ended_says_why(service: Service, served: ServedModel) -> None:
     service.open(served)
     service.end(broken())
     with pytest.raises(Refusal, match="The server is stopping"):
@@ -55,16 +55,16 @@ def test_a_service_that_ended_says_why(service: Service, served: Served) -> None
         Service(ServerLimits(), service.jobs, service.metrics, service.single_turn, served, READY).one_model("x")
 
 
-def events_of(served: Served, *arrivals: Any, **changes: Any) -> list[Any]:
+def events_of(served: ServedModel, *arrivals: Any, **changes: Any) -> list[Any]:
     """The events of an answer for which these tokens, or a refusal, arrive."""
     jobs = Jobs(queue.SimpleQueue(), ServerLimits())
     settings = {"streams": True, **changes}
-    ask = Ask(((5,),), ("",), 1, (9,), Sampling(), (), served.stop_ids, **settings)
-    answer = Answer(ask, served, jobs, ServerMetrics(Load(), lambda: 0), "x")
+    request = GenerationRequest(((5,),), ("",), 1, (9,), Sampling(), (), served.stop_ids, **settings)
+    answer = Answer(request, served, jobs, ServerMetrics(Load(), lambda: 0), "x")
 
     async def whole() -> list[bytes]:
         found = []
-        events = answer.events(CompletionForm(ask, served, "x", 0))
+        events = answer.events(CompletionForm(request, served, "x", 0))
         waiting = asyncio.ensure_future(anext(events))
         await asyncio.sleep(0)
         for arrival in arrivals:
@@ -75,7 +75,7 @@ def events_of(served: Served, *arrivals: Any, **changes: Any) -> list[Any]:
     return [one if one == END_OF_EVENTS else json.loads(one.removeprefix(b"data: ")) for one in asyncio.run(whole())]
 
 
-def test_a_stream_ends_with_its_usage_if_that_was_asked_for(served: Served) -> None:
+def test_a_stream_ends_with_its_usage_if_that_was_asked_for(served: ServedModel) -> None:
     tokens = [GeneratedToken("x/0", 40, -1.0), GeneratedToken("x/0", 41, -1.0, finish="length")]
     plain = events_of(served, *tokens)
     assert [one["choices"][0]["finish_reason"] for one in plain[:-1]] == [None, "length"] and plain[-1] == END_OF_EVENTS
@@ -83,12 +83,12 @@ def test_a_stream_ends_with_its_usage_if_that_was_asked_for(served: Served) -> N
     assert usage["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3} and end == END_OF_EVENTS
 
 
-def test_a_refusal_before_the_first_event_is_no_event(served: Served) -> None:
+def test_a_refusal_before_the_first_event_is_no_event(served: ServedModel) -> None:
     with pytest.raises(Refusal, match="The server failed to carry out the request"):
         events_of(served, broken())
 
 
-def test_a_refusal_in_the_middle_is_the_last_event(served: Served) -> None:
+def test_a_refusal_in_the_middle_is_the_last_event(served: ServedModel) -> None:
     first, last = events_of(served, GeneratedToken("x/0", 40, -1.0), broken())
     assert first["choices"][0]["text"] and last == broken().to_json()
 

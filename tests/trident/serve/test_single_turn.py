@@ -13,11 +13,11 @@ from megatron.inference.sampling import Sampling
 from tests.trident.serve.fakes import FakeEngine, running, saying
 from trident.serve.requests.limits import ServerLimits
 from trident.serve.requests.refusals import Refusal
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 from trident.serve.single_turn import SingleTurn, response_of
 
 
-def get(served: Served, query: str, said: str = "an answer") -> tuple[httpx.Response, FakeEngine]:
+def get(served: ServedModel, query: str, said: str = "an answer") -> tuple[httpx.Response, FakeEngine]:
     """The response to a query, and the engine behind it."""
     engine = FakeEngine(saying(served.tokenizer, said))
 
@@ -28,7 +28,7 @@ def get(served: Served, query: str, said: str = "an answer") -> tuple[httpx.Resp
     return asyncio.run(whole()), engine
 
 
-def test_the_answer_has_dsgpt2s_json_and_headers(served: Served) -> None:
+def test_the_answer_has_dsgpt2s_json_and_headers(served: ServedModel) -> None:
     response, engine = get(served, "sentence=%EC%95%88%EB%85%95+%26", " <sys>예</s> <unused12>&<|endoftext|>")
     assert response.json() == {"input": "안녕 &", "response": "예 &"}
     assert response.headers["cache-control"] == "no-cache,no-store,must-revalidate"
@@ -37,7 +37,7 @@ def test_the_answer_has_dsgpt2s_json_and_headers(served: Served) -> None:
     assert served.tokenizer.decode(engine.requests[0].prompt) == "안녕 &" and engine.requests[0].max_new_tokens == 60
 
 
-def test_a_chat_model_is_asked_a_question(served: Served) -> None:
+def test_a_chat_model_is_asked_a_question(served: ServedModel) -> None:
     chatting = replace(served, is_chat=True)
     _, engine = get(chatting, "sentence=Hello")
     assert engine.requests[0].prompt == served.prompt_of_messages([{"role": "user", "content": "Hello"}])
@@ -47,35 +47,35 @@ def test_a_chat_model_is_asked_a_question(served: Served) -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("", "There is no sentence. Ask for /generate?sentence=TEXT."),
-        ("sentence=", "There is no sentence"),
-        ("sentence=%20", "There is no sentence"),
-        ("sentence=a&top_k=3", "'top_k' is not a parameter of /generate, only sentence is"),
+        ("", "The sentence is missing. Use /generate?sentence=TEXT."),
+        ("sentence=", "The sentence is missing"),
+        ("sentence=%20", "The sentence is missing"),
+        ("sentence=a&top_k=3", "Unknown parameter 'top_k': /generate has only sentence"),
         ("sentence=a&sentence=b", "A parameter of the query is repeated"),
         ("sentence=%ff", "The query is not UTF-8 in percent-encoding"),
         ("sentence=" + "word+" * 200, "The prompt has"),
         ("&".join(f"a{number}=1" for number in range(20)), "The query is not UTF-8"),
     ],
 )
-def test_a_wrong_query_is_refused(served: Served, query: str, says: str) -> None:
+def test_a_wrong_query_is_refused(served: ServedModel, query: str, says: str) -> None:
     response, _ = get(served, query)
     assert response.status_code == 400 and says in response.json()["error"]["message"]
 
 
-def test_draws_are_fresh_unless_a_seed_was_given(served: Served) -> None:
+def test_draws_are_fresh_unless_a_seed_was_given(served: ServedModel) -> None:
     query: dict[str, Any] = {"sentence": "a"}
-    fresh = {SingleTurn(Sampling(seed=1), 5).ask(query, served, ServerLimits()).sampling.seed for _ in range(9)}
+    fresh = {SingleTurn(Sampling(seed=1), 5).read(query, served, ServerLimits()).sampling.seed for _ in range(9)}
     fixed = {
-        SingleTurn(Sampling(seed=1), 5, has_seed=True).ask(query, served, ServerLimits()).sampling.seed
+        SingleTurn(Sampling(seed=1), 5, has_seed=True).read(query, served, ServerLimits()).sampling.seed
         for _ in range(9)
     }
     assert len(fresh) == 9 and fixed == {1}
 
 
-def test_the_length_has_the_servers_limit(served: Served) -> None:
-    assert SingleTurn(Sampling(), 50).ask({"sentence": "a"}, served, ServerLimits(new_tokens=9)).new_tokens == (9,)
-    with pytest.raises(Refusal, match="There is no sentence"):
-        SingleTurn(Sampling(), 50).ask({}, served, ServerLimits())
+def test_the_length_has_the_servers_limit(served: ServedModel) -> None:
+    assert SingleTurn(Sampling(), 50).read({"sentence": "a"}, served, ServerLimits(new_tokens=9)).new_tokens == (9,)
+    with pytest.raises(Refusal, match="The sentence is missing"):
+        SingleTurn(Sampling(), 50).read({}, served, ServerLimits())
 
 
 def test_special_tokens_are_stripped_and_the_rest_is_not() -> None:

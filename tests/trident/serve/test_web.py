@@ -24,7 +24,7 @@ from tests.trident.serve.fakes import FakeEngine, Running, running
 from tests.trident.serve.listening import Listening, listening
 from trident.serve.access import Access, allowed_hosts
 from trident.serve.requests.limits import ServerLimits
-from trident.serve.requests.served import Served
+from trident.serve.requests.served_model import ServedModel
 from trident.serve.service import Service
 from trident.serve.web import read_page
 
@@ -33,7 +33,7 @@ ASK = {"prompt": "a", "max_tokens": 100}
 
 
 def talk(
-    served: Served,
+    served: ServedModel,
     act: Callable[[Running], Awaitable[Any]],
     engine: FakeEngine | None = None,
     limits: ServerLimits | None = None,
@@ -48,7 +48,7 @@ def talk(
     return asyncio.run(whole())
 
 
-def post(served: Served, content: Any, limits: ServerLimits | None = None, **headers: str) -> httpx.Response:
+def post(served: ServedModel, content: Any, limits: ServerLimits | None = None, **headers: str) -> httpx.Response:
     """The response to a body that is sent to /v1/completions."""
 
     async def act(service: Running) -> httpx.Response:
@@ -66,7 +66,7 @@ async def in_parts(*parts: bytes, seconds: float = 0) -> AsyncIterator[bytes]:
         await asyncio.sleep(seconds)
 
 
-def test_a_body_within_the_limits_is_read(served: Served) -> None:
+def test_a_body_within_the_limits_is_read(served: ServedModel) -> None:
     body = json.dumps(ASK).encode()
     assert post(served, body).status_code == 200
     assert post(served, body, content_type="Application/JSON; charset=utf-8").status_code == 200
@@ -84,21 +84,21 @@ def test_a_body_within_the_limits_is_read(served: Served) -> None:
         (in_parts(b"x" * 600, b"x" * 600), {}, 413, "The body is longer than 1000 bytes"),
         (b"{}", {"content_length": "1e3"}, 413, "longer than 1000"),
         (b"{}", {"content_length": "9" * 5000}, 413, "longer than 1000"),
-        (b"{}", {"content_length": "2", "transfer_encoding": "chunked"}, 400, "exclude each other"),
+        (b"{}", {"content_length": "2", "transfer_encoding": "chunked"}, 400, "cannot be combined"),
         (in_parts(b"{", b"}", seconds=2), {}, 408, "The body did not arrive within 0.1 s"),
         (b"\xff\xfe", {}, 400, "The body is not UTF-8: byte 0 is 0xff"),
         (b"[" * 900, {}, 400, "deeper than 32 levels"),
         (b'{"prompt": ', {}, 400, "The body is not JSON"),
     ],
 )
-def test_other_bodies_are_refused(served: Served, content: Any, headers: Any, status: int, says: str) -> None:
+def test_other_bodies_are_refused(served: ServedModel, content: Any, headers: Any, status: int, says: str) -> None:
     limits = ServerLimits(body_bytes=1000, body_seconds=0.1 if status == 408 else 60)
     response = post(served, content, limits, **headers)
     assert response.status_code == status and says in response.json()["error"]["message"]
-    assert (response.headers.get("connection") == "close") == (status != 400 or "exclude" in says)
+    assert (response.headers.get("connection") == "close") == (status != 400 or "combined" in says)
 
 
-def test_unknown_places_and_methods_are_refused_in_json(served: Served) -> None:
+def test_unknown_places_and_methods_are_refused_in_json(served: ServedModel) -> None:
     async def act(service: Running) -> list[httpx.Response]:
         http = service.http
         wrong = [await http.get("/v2"), await http.get("/v1/completions"), await http.post("/generate")]
@@ -113,10 +113,10 @@ def test_unknown_places_and_methods_are_refused_in_json(served: Served) -> None:
     assert [response.status_code for response in found] == [404, 405, 405, 404, 405, 404]
     assert all(response.json()["error"]["message"] for response in found)
     assert found[1].headers["allow"] == "POST"
-    assert "GET is not a method of /v1/completions" in found[1].text
+    assert "/v1/completions does not support GET" in found[1].text
 
 
-def test_the_model_is_listed(served: Served) -> None:
+def test_the_model_is_listed(served: ServedModel) -> None:
     async def act(service: Running) -> list[Any]:
         return [(await service.http.get(path)).json() for path in ("/v1/models", "/v1/models/tiny")]
 
@@ -125,7 +125,7 @@ def test_the_model_is_listed(served: Served) -> None:
     assert one["id"] == "tiny" and one["object"] == "model" and one["max_model_len"] == 128
 
 
-def test_access_is_checked_before_anything_else(served: Served) -> None:
+def test_access_is_checked_before_anything_else(served: ServedModel) -> None:
     token = "0123456789abcdef-XYZ"
     access = Access(SecretText("***", token), hosts=allowed_hosts("127.0.0.1", ()))
 
@@ -141,14 +141,18 @@ def test_access_is_checked_before_anything_else(served: Served) -> None:
     assert talk(served, act, access=access) == [200, 200, 401, 401, 401, *[200] * 5, 401, *[421] * 5]
 
 
-def test_cors_only_where_it_was_asked_for(served: Served) -> None:
+def test_cors_only_where_it_was_asked_for(served: ServedModel) -> None:
     there = "https://other.example"
-    ask = {"Origin": there, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+    headers = {
+        "Origin": there,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
 
     async def act(service: Running) -> list[httpx.Response]:
         url = "/v1/completions"
-        asked = await service.http.post(url, json=ASK, headers={"Origin": there})
-        return [asked, await service.http.options(url, headers=ask)]
+        plain = await service.http.post(url, json=ASK, headers={"Origin": there})
+        return [plain, await service.http.options(url, headers=headers)]
 
     plain, preflight = talk(served, act)
     assert (plain.status_code, preflight.status_code) == (403, 405)
@@ -163,9 +167,9 @@ def test_cors_only_where_it_was_asked_for(served: Served) -> None:
 
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_client_that_leaves_costs_nothing_more(served: Served, streams: bool, waits: bool) -> None:
+def test_a_client_that_leaves_costs_nothing_more(served: ServedModel, streams: bool, waits: bool) -> None:
     """In the middle of its answer, or while it waits for others."""
-    engine = FakeEngine(step_seconds=0.05, most_running=1)
+    engine = FakeEngine(step_seconds=0.05, max_running=1)
 
     async def act(service: Running) -> str:
         others = [service.http.post("/v1/completions", json=ASK)] if waits else []
@@ -188,7 +192,9 @@ def test_a_client_that_leaves_costs_nothing_more(served: Served, streams: bool, 
     assert "megatron_sequences_outstanding 0.0" in metrics
 
 
-def test_a_failure_is_logged_and_answered_without_its_words(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_logged_and_answered_without_its_words(
+    served: ServedModel, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def act(service: Running) -> httpx.Response:
         def fail(self: Service) -> None:
             raise ValueError("secret of the server")
@@ -203,7 +209,7 @@ def test_a_failure_is_logged_and_answered_without_its_words(served: Served, caps
     assert "GET /v1/models failed" in (said := capsys.readouterr().err) and "secret of the server" in said
 
 
-def test_every_answer_says_that_its_type_is_meant(served: Served) -> None:
+def test_every_answer_says_that_its_type_is_meant(served: ServedModel) -> None:
     async def act(service: Running) -> list[httpx.Response]:
         http = service.http
         found = [await http.get(path) for path in ("/", "/health", "/metrics", "/v1/models", "/nothing")]
@@ -284,7 +290,7 @@ class Chat:
 
 
 @pytest.mark.slow
-def test_a_conversation_in_a_browser(served: Served, browser: Any) -> None:
+def test_a_conversation_in_a_browser(served: ServedModel, browser: Any) -> None:
     """By keyboard only: Enter sends, Shift+Enter does not, Escape stops, Tab reaches the buttons."""
     from selenium.webdriver.common.keys import Keys
 
@@ -329,7 +335,7 @@ def test_a_conversation_in_a_browser(served: Served, browser: Any) -> None:
 
 
 @pytest.mark.slow
-def test_settings_errors_and_a_small_screen(served: Served, browser: Any) -> None:
+def test_settings_errors_and_a_small_screen(served: ServedModel, browser: Any) -> None:
     from selenium.webdriver.common.keys import Keys
 
     engine = FakeEngine(lambda request: [*served.tokenizer.encode("Short."), served.eod_id or 0])

@@ -182,7 +182,7 @@ class CheckpointSource:
             CheckpointError: the checkpoint has no weights of it.
         """
         catalogue = self.manifest.catalogue
-        kind = catalogue.served_kind(name, self.kind)
+        kind = catalogue.source_kind(name, self.kind)
         if kind is None:
             raise CheckpointError(
                 f"tensor {name} is not in {self.folder}, which holds {len(catalogue.names())} tensors. The checkpoint "

@@ -1,4 +1,4 @@
-"""From the tokens of one answer to pieces of text, each with the tokens that it came from."""
+"""The tokens of one answer as deltas of text, each with the tokens that it came from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TokenRecord:
 
     Args:
         logprob: None for the first token of a prompt.
-        offset: characters of the answer before the token's own; negative in the prompt, which ends at 0.
+        offset: characters of the answer before this token's text; negative in the prompt, which ends at 0.
     """
 
     token: int
@@ -28,8 +28,8 @@ class TokenRecord:
 
 
 @dataclass(frozen=True)
-class AnswerPiece:
-    """What has become certain of an answer: more text, the tokens behind it, and why it ended, if it did."""
+class AnswerDelta:
+    """A new final part of an answer: text, the tokens behind it, and the finish reason in the last one."""
 
     text: str
     tokens: tuple[TokenRecord, ...] = ()
@@ -41,15 +41,14 @@ class AnswerPiece:
 
 
 class AnswerText:
-    """Turns the tokens of one answer into text; nothing of a stop text or of a character in two parts leaves it.
+    """Decodes the tokens of one answer; incomplete characters and possible beginnings of stop texts are held back.
 
     Args:
-        prompt: tokens before the answer; whether the answer begins with a space may depend on them.
+        prompt: tokens before the answer; a leading space of the answer may depend on them.
         stop_texts: end the answer and are not part of it.
         stop_ids: tokens that end the answer and have no text in it.
-        keeps_tokens: whether pieces say which tokens they came from.
-        keeps_prompt: whether the tokens of the prompt come with the first piece, and the one that ends the text with
-            the last.
+        keeps_tokens: add the tokens to the deltas.
+        keeps_prompt: with `keeps_tokens`, add the prompt's tokens to the first delta and the stop token to the last.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class AnswerText:
         self.generated_tokens = 0
         self.finish: str | None = None
 
-    def push(self, token: GeneratedToken) -> AnswerPiece:
-        """Adds a token; a piece with `finish` is the last one."""
+    def push(self, token: GeneratedToken) -> AnswerDelta:
+        """Adds a token; returns the next delta, which has `finish` set if it is the last."""
         self.generated_tokens += token.token is not None
         text = ""
         if self._keeps_prompt and self._prompt:
@@ -91,7 +90,7 @@ class AnswerText:
             text += self._stream.finish()
             self.finish = "stop" if self._stream.is_stopped else token.finish
         self._letters += len(text)
-        return AnswerPiece(text, self._released(), self.finish)
+        return AnswerDelta(text, self._released(), self.finish)
 
     def _hold(self, token: GeneratedToken, number: int) -> None:
         if self._unstopped is None:
@@ -100,7 +99,7 @@ class AnswerText:
         self._unstopped_letters += len(self._unstopped.push(number))
 
     def _of_prompt(self, token: GeneratedToken) -> list[TokenRecord]:
-        """The tokens of the prompt; its text is known, so none is held back."""
+        """The records of the prompt's tokens."""
         decoder, letters, offsets = IncrementalDecoder(self._tokenizer), 0, []
         for number in self._prompt:
             offsets.append(letters)
@@ -111,7 +110,7 @@ class AnswerText:
         return records
 
     def _released(self) -> tuple[TokenRecord, ...]:
-        """The tokens whose text has begun to come out; at the end all, but none of a stop text."""
+        """Takes the held tokens whose text has begun to be released; at the end all, except in a stop text."""
         is_whole = self.finish is not None and not self._stream.is_stopped
         count = sum(is_whole or record.offset < self._letters for record in self._held)
         released, self._held = self._held[:count], self._held[count:]

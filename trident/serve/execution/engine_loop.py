@@ -1,4 +1,4 @@
-"""The loop that computes: takes commands, gives waiting sequences to the engine, steps it, hands out the tokens."""
+"""The compute loop: receives commands, admits waiting sequences to the engine, steps it, delivers the tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDLE_CHECK_SECONDS = 5.0
 
 
 class StepEngine(Protocol):
-    """What is asked of a generation engine."""
+    """The interface of a generation engine."""
 
     def add(self, request: Request) -> None: ...
     def cancel(self, request_id: str) -> None: ...
@@ -27,7 +27,7 @@ class StepEngine(Protocol):
 
 @dataclass(frozen=True)
 class Add:
-    """The command to compute the sequences of a request."""
+    """The command to generate the sequences of a request."""
 
     job: str
     sequences: tuple[Request, ...]
@@ -35,7 +35,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Cancel:
-    """The command to drop sequences of a request, wherever they are."""
+    """The command to cancel sequences of a request, waiting or running."""
 
     job: str
     sequence_ids: frozenset[str]
@@ -47,23 +47,23 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A sequence that the engine did not take, and why."""
+class RejectedSequence:
+    """A sequence that the engine rejected, and the reason."""
 
     request_id: str
     reason: str
 
 
 Command = Add | Cancel | Stop
-Arrival = GeneratedToken | Refused
+Arrival = GeneratedToken | RejectedSequence
 
 
 @dataclass
 class Load:
-    """What the engine is doing, for the metrics; written by the loop, read by anyone.
+    """The engine's load, for the metrics; written by the loop only.
 
     Attributes:
-        step_seconds: computing time of all steps so far.
+        step_seconds: time spent in all steps so far.
     """
 
     running: int = 0
@@ -74,28 +74,27 @@ class Load:
 
 @dataclass
 class EngineLoop:
-    """Runs an engine for as long as there are commands.
+    """Runs an engine until `Stop`.
 
     Args:
         commands: safe to put into from any thread, and from a signal handler.
-        deliver: is given the tokens of each step, on the thread of the loop; must not wait.
-        most_running: sequences that are in the engine at the same time; the others wait here, where they can be dropped
-            for nothing.
-        check_idle: called every few seconds while there is nothing to compute; raises if the engine is lost.
+        deliver: called with the tokens of each step on the loop's thread; must not block.
+        max_running: most sequences in the engine at once; the others wait here, where canceling them costs nothing.
+        check_idle: called every few seconds while the engine is idle; raises if the engine is lost.
     """
 
     commands: queue.SimpleQueue[Command]
     deliver: Callable[[Sequence[Arrival]], None]
-    most_running: int
+    max_running: int
     check_idle: Callable[[], None] = field(default=lambda: None)
     load: Load = field(default_factory=Load)
 
     def __post_init__(self) -> None:
         self._queue = FairQueue()
-        self._running: dict[str, str] = {}  # job of each sequence
+        self._running: dict[str, str] = {}  # sequence id -> job
 
     def run(self, engine: StepEngine) -> None:
-        """Steps the engine until `Stop` is taken; what is in the engine or waits then is dropped."""
+        """Steps the engine until `Stop`, then cancels what is running or waiting."""
         while self._take_commands(engine):
             self._admit(engine)
             if self._running:
@@ -107,7 +106,7 @@ class EngineLoop:
             engine.cancel(sequence)
 
     def _take_commands(self, engine: StepEngine) -> bool:
-        """Carries out all commands there are; waits for one if there is nothing to compute. False after `Stop`."""
+        """Executes all queued commands, blocking for one if the engine is idle; returns False after `Stop`."""
         waits = not self._running and not self._queue
         with contextlib.suppress(queue.Empty):
             while True:
@@ -129,12 +128,12 @@ class EngineLoop:
 
     def _admit(self, engine: StepEngine) -> None:
         refused: list[Arrival] = []
-        while self._queue and len(self._running) < self.most_running:
+        while self._queue and len(self._running) < self.max_running:
             job, request = self._queue.take()
             try:
                 engine.add(request)
             except ConfigError as failure:
-                refused.append(Refused(request.id, str(failure)))
+                refused.append(RejectedSequence(request.id, str(failure)))
             else:
                 self._running[request.id] = job
         if refused:
@@ -155,9 +154,9 @@ class EngineLoop:
 
 
 class FairQueue:
-    """Gives one sequence of each waiting request in turn, so that a request for many does not hold up the others.
+    """Takes one sequence of each waiting request in turn, so that a large request does not hold up the others.
 
-    Requests take turns in the order in which they arrived, and the sequences of one keep their order.
+    Requests take turns in order of arrival, and the sequences of one keep their order.
     """
 
     def __init__(self) -> None:
@@ -165,32 +164,31 @@ class FairQueue:
         self._turns: deque[str] = deque()
 
     def __len__(self) -> int:
-        return sum(len(items) for items in self._waiting.values())
+        return sum(len(sequences) for sequences in self._waiting.values())
 
-    def add(self, request: str, items: Iterable[Request]) -> None:
+    def add(self, request: str, sequences: Iterable[Request]) -> None:
         """Queues the sequences of a request."""
-        sequences = deque(items)
-        if sequences:
-            self._waiting[request] = sequences
+        if waiting := deque(sequences):
+            self._waiting[request] = waiting
             self._turns.append(request)
 
     def take(self) -> tuple[str, Request]:
-        """Removes the sequence whose turn it is, and says whose it is; the queue must not be empty."""
+        """Removes the next sequence and returns it with its request; the queue must not be empty."""
         request = self._turns.popleft()
-        items = self._waiting[request]
-        item = items.popleft()
-        if items:
+        sequences = self._waiting[request]
+        sequence = sequences.popleft()
+        if sequences:
             self._turns.append(request)
         else:
             del self._waiting[request]
-        return request, item
+        return request, sequence
 
-    def remove(self, request: str, is_gone: Callable[[Request], bool]) -> None:
-        """Removes the waiting sequences of a request for which `is_gone` is true."""
+    def remove(self, request: str, is_removed: Callable[[Request], bool]) -> None:
+        """Removes the waiting sequences of a request for which `is_removed` is true."""
         waiting = self._waiting.get(request)
         if waiting is None:
             return
-        kept = deque(item for item in waiting if not is_gone(item))
+        kept = deque(sequence for sequence in waiting if not is_removed(sequence))
         if kept:
             self._waiting[request] = kept
         else:

@@ -1,4 +1,4 @@
-"""Requests that are being computed, as the event loop sees them. Everything here belongs to the loop's thread."""
+"""The requests in progress, as the event loop sees them; used on the loop's thread only."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trident.serve.requests.refusals import Refusal, broken, busy, invalid, too_
 
 
 class GenerationJob:
-    """The sequences of one request, and what has arrived for them."""
+    """The sequences of one request, and the tokens that have arrived for them."""
 
     def __init__(self, name: str, requests: Sequence[Request], commands: queue.SimpleQueue[Command]) -> None:
         self.name = name
         self._ids = [request.id for request in requests]
-        self._places = {identity: place for place, identity in enumerate(self._ids)}
+        self._indices = {identity: index for index, identity in enumerate(self._ids)}
         self._unfinished = {request.id: None for request in requests}
         self._commands = commands
         self._arrivals: asyncio.Queue[Arrival | Refusal] = asyncio.Queue()
 
     async def tokens(self) -> AsyncIterator[tuple[int, GeneratedToken]]:
-        """Every token with the place of its sequence among the request's, until all sequences have ended.
+        """Yields every token with the index of its sequence in the request, until all sequences have ended.
 
         Raises:
-            Refusal: the engine did not take a sequence or failed at it, the time is over, or the server stops.
+            Refusal: the engine rejected a sequence or failed, the time limit is over, or the server stops.
         """
         while self._unfinished:
             arrival = await self._arrivals.get()
@@ -41,15 +41,15 @@ class GenerationJob:
                     raise broken()
                 if arrival.finish is not None:
                     del self._unfinished[arrival.request_id]
-                yield self._places[arrival.request_id], arrival
+                yield self._indices[arrival.request_id], arrival
 
     def arrive(self, arrival: Arrival | Refusal) -> None:
-        """Hands over what has arrived for one of the sequences, or a reason to end all of them."""
+        """Delivers an arrival for one of the sequences, or a refusal that ends all of them."""
         self._arrivals.put_nowait(arrival)
 
-    def end(self, place: int) -> None:
-        """Asks for no more tokens of a sequence: its text is complete."""
-        identity = self._ids[place]
+    def end(self, index: int) -> None:
+        """Cancels the rest of a sequence whose text is complete."""
+        identity = self._ids[index]
         if identity in self._unfinished:
             del self._unfinished[identity]
             self._commands.put(Cancel(self.name, frozenset([identity])))
@@ -61,10 +61,10 @@ class GenerationJob:
 
 
 class Jobs:
-    """All requests that wait or are computed, within the limits on sequences.
+    """All waiting and running requests, within the limits on sequences.
 
     Args:
-        commands: what the engine's loop takes its commands from.
+        commands: the queue of commands to the engine's loop.
     """
 
     def __init__(self, commands: queue.SimpleQueue[Command], limits: ServerLimits) -> None:
@@ -78,17 +78,17 @@ class Jobs:
         return len(self._jobs)
 
     @contextlib.contextmanager
-    def opened(self, name: str, requests: Sequence[Request]) -> Iterator[GenerationJob]:
-        """Has sequences computed for as long as the context is open; their ids begin with `name/`.
+    def open(self, name: str, requests: Sequence[Request]) -> Iterator[GenerationJob]:
+        """Submits sequences, whose ids begin with `name/`; closing the context cancels what is not finished.
 
         Raises:
-            Refusal: too much is waiting, or the server is stopping.
+            Refusal: the queue is full, or the server is stopping.
         """
         if self._refusal is not None:
             raise self._refusal
-        most = self._limits.queued_sequences
-        if self.sequences + len(requests) > most:
-            raise busy(f"{self.sequences} answers are being computed or wait, and the server takes at most {most}.")
+        limit = self._limits.queued_sequences
+        if self.sequences + len(requests) > limit:
+            raise busy(f"{self.sequences} answers are running or waiting, and the server takes at most {limit}.")
         job = self._jobs[name] = GenerationJob(name, requests, self._commands)
         self.sequences += len(requests)
         seconds = self._limits.request_seconds
@@ -103,7 +103,7 @@ class Jobs:
             del self._jobs[name]
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
-        """Distributes what the engine's loop delivered; what nobody waits for any more is dropped."""
+        """Distributes the arrivals of one step; those of closed jobs are ignored."""
         for arrival in arrivals:
             job = self._jobs.get(arrival.request_id.rpartition("/")[0])
             if job is not None:
@@ -113,7 +113,7 @@ class Jobs:
         self._refusal = refusal
 
     def end_all(self, refusal: Refusal) -> None:
-        """Ends the requests that are being computed, for this reason, and takes no more."""
+        """Ends all requests in progress with a refusal, and takes no more."""
         self._refusal = refusal
         for job in self._jobs.values():
             job.arrive(refusal)

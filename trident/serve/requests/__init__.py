@@ -1,1 +1,1 @@
-"""What a client may ask for: limits, reading bounded JSON into typed values, and how a refusal is worded."""
+"""Requests of clients: limits, bounded JSON read into typed values, and the wording of refusals."""

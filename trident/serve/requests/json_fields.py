@@ -1,4 +1,4 @@
-"""The JSON object of a request as typed values: every field is read by name, and one that nothing reads is refused."""
+"""The JSON object of a request as typed values: fields are read by name, and a field that was never read is refused."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trident.serve.requests.refusals import Refusal, invalid
 _MARKS = re.compile(rb'\\.|["\[\]{}]', re.S)  # an escape, a quotation mark or a bracket
 
 
-def read_object(body: bytes, most_depth: int) -> dict[str, Any]:
+def read_object(body: bytes, max_depth: int) -> dict[str, Any]:
     """Parses a body that must be one JSON object.
 
     Raises:
-        Refusal: it is not UTF-8, not JSON, nested deeper than `most_depth`, repeats a key, or is not an object.
+        Refusal: not UTF-8, not JSON, nested deeper than `max_depth`, a repeated key, or not an object.
     """
-    _check_depth(body, most_depth)
+    _check_depth(body, max_depth)
     try:
         value = json.loads(
             body.decode("utf-8"),
             object_pairs_hook=without_repeats(_repeated_key),
             parse_constant=_refuse_constant,
-            parse_int=_whole,
+            parse_int=_integer,
         )
     except UnicodeDecodeError as failure:
         raise invalid(f"The body is not UTF-8: byte {failure.start} is 0x{body[failure.start]:02x}.") from failure
@@ -39,16 +39,15 @@ def read_object(body: bytes, most_depth: int) -> dict[str, Any]:
 
 
 class JsonFields:
-    """The fields of one JSON object; a field that is null counts as absent.
+    """The fields of one JSON object; null counts as absent.
 
     Args:
-        values: of the object.
-        place: put before the names of fields in messages, as in `messages[0].`.
+        prefix: path of the object, put before the names of fields in messages, as in `messages[0].`.
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self._values = values
-        self._place = place
+        self._prefix = prefix
         self._read: set[str] = set()
 
     def value(self, name: str) -> Any:
@@ -59,7 +58,7 @@ class JsonFields:
     def text(self, name: str, default: str | None = None) -> str | None:
         """A text without lone surrogates."""
         value = self.value(name)
-        return default if value is None else checked_text(value, self._place + name)
+        return default if value is None else checked_text(value, self._prefix + name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         """True or false."""
@@ -70,7 +69,7 @@ class JsonFields:
             raise self.refuse(name, f"must be true or false, not {kind_of(value)}")
         return value
 
-    def whole(self, name: str, default: Any, at_least: int, at_most: int) -> Any:
+    def integer(self, name: str, default: Any, at_least: int, at_most: int) -> Any:
         """An integer within bounds; 3.0 counts as 3."""
         value = self.value(name)
         if value is None:
@@ -98,23 +97,23 @@ class JsonFields:
             raise self.refuse(name, f"is {printable(value)}, but must be from {at_least:g} to {at_most:g}")
         return float(value)
 
-    def list_of(self, name: str, item: Callable[[Any, str], Any], most: int, default: Any = None) -> Any:
-        """A list, each item of which `item` reads; it is given the item and its place."""
+    def list_of(self, name: str, item: Callable[[Any, str], Any], at_most: int, default: Any = None) -> Any:
+        """A list, whose entries are read by `item(entry, path)`."""
         value = self.value(name)
         if value is None:
             return default
         if not isinstance(value, list):
             raise self.refuse(name, f"must be a list, not {kind_of(value)}")
-        if len(value) > most:
-            raise self.refuse(name, f"has {len(value)} entries, but may have at most {most}")
-        return [item(entry, f"{self._place}{name}[{number}]") for number, entry in enumerate(value)]
+        if len(value) > at_most:
+            raise self.refuse(name, f"has {len(value)} entries, but may have at most {at_most}")
+        return [item(entry, f"{self._prefix}{name}[{number}]") for number, entry in enumerate(value)]
 
     def unsupported(self, name: str, reason: str, harmless: Collection[Any] = ()) -> None:
-        """Refuses a field of OpenAI's that this server cannot honour, unless its value asks for nothing.
+        """Refuses a field of OpenAI's API that this server does not support.
 
         Args:
-            reason: the rest of the message after the name of the field.
-            harmless: values that ask for what happens anyway.
+            reason: the end of the message.
+            harmless: values that are accepted because they change nothing.
         """
         value = self.value(name)
         if value is None or any(value == one and type(value) is type(one) for one in harmless):
@@ -122,42 +121,42 @@ class JsonFields:
         raise self.refuse(name, f"is not supported here: {reason}", code="unsupported_parameter")
 
     def without_effect(self, *names: str) -> None:
-        """Accepts fields that by their definition change no answer."""
+        """Accepts fields that by definition do not affect an answer."""
         self._read.update(names)
 
     def finish(self) -> None:
-        """Refuses the fields that nothing has read."""
+        """Refuses the fields that were never read."""
         unknown = [name for name in self._values if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))
             shown = printable(unknown[0], 60, quoted=False)
-            raise self.refuse(shown, f"is not a field of this request. Known are {known}", code="unknown_parameter")
+            raise self.refuse(shown, f"is not a field of this request. Known fields: {known}", code="unknown_parameter")
 
     def refuse(self, name: str, reason: str, code: str | None = None) -> Refusal:
-        """A refusal that names a field and says what is wrong with it."""
-        return refuse_field(f"{self._place}{name}", reason, code)
+        """A refusal of a field of this object."""
+        return refuse_field(f"{self._prefix}{name}", reason, code)
 
 
-def checked_text(value: Any, place: str) -> str:
-    """A value that must be a text.
+def checked_text(value: Any, path: str) -> str:
+    """Returns a value that must be a text.
 
     Raises:
-        Refusal: it is another kind of value, or not Unicode.
+        Refusal: not a text, or a text with lone surrogates.
     """
     if not isinstance(value, str):
-        raise refuse_field(place, f"must be a text, not {kind_of(value)}")
+        raise refuse_field(path, f"must be a text, not {kind_of(value)}")
     if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise refuse_field(place, "holds half of a surrogate pair, which is not a character")
+        raise refuse_field(path, "holds half of a surrogate pair, which is not a character")
     return value
 
 
-def refuse_field(place: str, reason: str, code: str | None = None) -> Refusal:
-    """A refusal that names a field by its whole place and says what is wrong with it."""
-    return invalid(f"'{place}' {reason}.", place, code)
+def refuse_field(path: str, reason: str, code: str | None = None) -> Refusal:
+    """A refusal that names a field by its full path."""
+    return invalid(f"'{path}' {reason}.", path, code)
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value, shown shortly."""
+    """A value's JSON type, with the value itself if it is short."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -171,9 +170,9 @@ def kind_of(value: Any) -> str:
     return f"{'the text' if isinstance(value, str) else 'the number'} {printable(value, 60)}"
 
 
-def _check_depth(body: bytes, most: int) -> None:
-    """Refuses a body that nests too deeply before a parser recurses into it; in linear time."""
-    if body.count(b"[") + body.count(b"{") <= most:
+def _check_depth(body: bytes, max_depth: int) -> None:
+    """Refuses a body that nests too deeply, in linear time, before a parser recurses into it."""
+    if body.count(b"[") + body.count(b"{") <= max_depth:
         return
     depth, in_text = 0, False
     for match in _MARKS.finditer(body):
@@ -184,8 +183,8 @@ def _check_depth(body: bytes, most: int) -> None:
             continue
         elif mark in (b"[", b"{"):
             depth += 1
-            if depth > most:
-                raise invalid(f"The body nests lists and objects deeper than {most} levels.")
+            if depth > max_depth:
+                raise invalid(f"The body nests lists and objects deeper than {max_depth} levels.")
         elif mark in (b"]", b"}"):
             depth -= 1
 
@@ -198,6 +197,6 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def _whole(digits: str) -> int | float:
-    """An integer; a huge one as infinity, which every bound refuses, instead of long arithmetic."""
+def _integer(digits: str) -> int | float:
+    """An integer; infinity, which every bound refuses, if it is too long for cheap arithmetic."""
     return int(digits) if len(digits) < 40 else math.copysign(math.inf, -1.0 if digits[0] == "-" else 1.0)

@@ -1,4 +1,4 @@
-"""How much one client may ask of the server, and how much all of them together."""
+"""Limits on the requests of one client and of all clients together."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Bounds on requests, connections and time; what exceeds one is refused with a message that names it.
+    """Bounds on requests, connections and time; a refusal names the bound that was exceeded.
 
     Args:
-        body_bytes: of a request.
-        json_depth: of nested arrays and objects in a body.
-        new_tokens: of one choice; None leaves it to the positions of the model.
-        sequences: choices of one request, over all of its prompts.
-        queued_sequences: choices of all requests that wait or are computed.
+        body_bytes: size of a request body.
+        json_depth: nesting of arrays and objects in a body.
+        new_tokens: new tokens per choice; None for as many as the model has positions.
+        sequences: choices of one request, over all its prompts.
+        queued_sequences: choices of all waiting and running requests.
         request_seconds: from the arrival of a request to the end of its answer.
-        connections: open at the same time.
-        header_bytes: of a request line and its headers.
-        header_seconds: within which they must arrive.
-        body_seconds: within which a body must arrive.
-        idle_seconds: that a connection without a request stays open.
-        stall_seconds: that a client may take to read what is buffered for it.
-        stop_texts: of one request.
-        stop_letters: of one of them.
-        top_logprobs: alternatives shown for each token.
+        connections: open connections.
+        header_bytes: size of a request line and its headers.
+        header_seconds: until the headers must have arrived.
+        body_seconds: until a body must have arrived.
+        idle_seconds: until a connection without a request is closed.
+        stall_seconds: until a client must have read its buffered data.
+        stop_texts: stop texts of one request.
+        stop_letters: characters of one stop text.
+        top_logprobs: alternatives listed for each token.
     """
 
     body_bytes: int = 1 << 20

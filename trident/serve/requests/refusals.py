@@ -1,4 +1,4 @@
-"""A request that is not carried out: HTTP status, and the JSON in which OpenAI's clients expect the reason.
+"""Refusals of requests: the HTTP status, and the JSON in which OpenAI's clients expect the reason.
 
 Source: https://platform.openai.com/docs/guides/error-codes; the object is `{"error": {message, type, param, code}}`.
 """
@@ -13,14 +13,14 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 
 
 class Refusal(Exception):
-    """What is wrong with a request or keeps the server from carrying it out.
+    """The reason why a request is not carried out.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: names the value and the way out.
-        parameter: the field of the request that is the reason.
-        code: a word that programs can act on.
-        headers: of the answer.
+        parameter: the field at fault.
+        code: error code for programs.
+        headers: additional response headers.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class Refusal(Exception):
 
 
 def invalid(message: str, parameter: str | None = None, code: str | None = None) -> Refusal:
-    """A request that is wrong by itself."""
+    """An invalid request."""
     return Refusal(400, message, parameter, code)
 
 
 def busy(message: str) -> Refusal:
-    """A request that is fine, but more than the server can take now."""
+    """A valid request that exceeds the server's present capacity."""
     return Refusal(503, message, code="overloaded", headers={"Retry-After": "1"})
 
 
 def stopping() -> Refusal:
-    """A request to a server that is going away."""
+    """A request to a server that is shutting down."""
     return Refusal(503, "The server is stopping. Try again later.", code="stopping", headers={"Retry-After": "5"})
 
 
@@ -66,10 +66,10 @@ def starting() -> Refusal:
 
 
 def too_slow(seconds: float) -> Refusal:
-    """A request whose time is over."""
-    return Refusal(504, f"The answer was not complete within {seconds:g} s. Ask for fewer tokens.", code="timeout")
+    """A request that exceeded its time limit."""
+    return Refusal(504, f"The answer was not complete within {seconds:g} s. Request fewer tokens.", code="timeout")
 
 
 def broken() -> Refusal:
-    """A fault of the server; its log says what it was, the answer does not."""
-    return Refusal(500, "The server failed to carry out the request; its log says why.", code="internal_error")
+    """An internal error; only the server's log has the details."""
+    return Refusal(500, "The server failed to carry out the request; its log has the reason.", code="internal_error")

@@ -24,20 +24,20 @@ _READ_BYTES = 1 << 20
 
 
 def names_example_files(prefix: str) -> bool:
-    """Whether a source is files of examples: by its suffix, unless it is the configuration of a document store."""
+    """Returns True if a source names example files: by its suffix, unless it configures a document store."""
     return prefix.endswith(SUFFIXES) and not is_store_address(prefix)
 
 
 def example_files(prefix: str) -> list[str]:
-    """The files that a path or a pattern names, in the order of their names.
+    """Returns the files matching a path or a pattern, sorted by name.
 
     Raises:
-        DataError: there are none.
+        DataError: no file matches.
     """
     paths = [prefix] if os.path.isfile(prefix) else sorted(filter(os.path.isfile, glob.glob(prefix)))
     if not paths:
         raise DataError(
-            f"{prefix}: there is no such file. Give the path of a file with examples, or a quoted pattern such as "
+            f"{prefix}: no such file. Give the path of a file with examples, or a quoted pattern such as "
             "'chat/*.jsonl'."
         )
     return paths
@@ -45,13 +45,13 @@ def example_files(prefix: str) -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def content_hash(path: str, size: int, changed_at: int) -> str:
-    """SHA-256 of a file's bytes.
+    """Returns the SHA-256 of a file's bytes.
 
     Args:
-        size, changed_at: of the file, in bytes and nanoseconds: it is read again if they change.
+        size, changed_at: of the file, in bytes and nanoseconds; part of the cache's key.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
     digest = hashlib.sha256()
     try:
@@ -64,7 +64,7 @@ def content_hash(path: str, size: int, changed_at: int) -> str:
 
 
 def files_fingerprint(prefix: str) -> str:
-    """SHA-256 over the contents of the files in their order, wherever they are."""
+    """Returns the SHA-256 over the contents of the files in order, independent of their location."""
     digest = hashlib.sha256()
     for path in example_files(prefix):
         state = os.stat(path)
@@ -73,13 +73,13 @@ def files_fingerprint(prefix: str) -> str:
 
 
 def read_records(path: str, *, with_lists: bool = True) -> Iterator[tuple[int, Any]]:
-    """The records of a file, each with the number of its line, or of its place in the list, from 1.
+    """Yields the records of a file, each with its line number or its position in the list, from 1.
 
     Args:
-        with_lists: whether a file that holds a list is read, which takes all of it at once.
+        with_lists: read files that hold a list, which are parsed as a whole.
 
     Raises:
-        DataError: the file cannot be read, or is not JSON; the text names the line.
+        DataError: the file cannot be read, or a line is not JSON.
     """
     try:
         with open_plain(path) as raw:
@@ -87,7 +87,7 @@ def read_records(path: str, *, with_lists: bool = True) -> Iterator[tuple[int, A
             yield from _records(stream, path, with_lists)
     except (OSError, EOFError, zlib.error) as failure:
         reason = getattr(failure, "strerror", None) or failure
-        raise DataError(f"{path} cannot be read: {reason}. Check the file, or fetch it again.") from None
+        raise DataError(f"{path} cannot be read: {reason}. Check the file, or download it again.") from None
 
 
 def _records(stream: Any, path: str, with_lists: bool) -> Iterator[tuple[int, Any]]:
@@ -102,7 +102,7 @@ def _records(stream: Any, path: str, with_lists: bool) -> Iterator[tuple[int, An
                 yield from enumerate(_list_of(line + stream.read(_LARGEST_LIST_BYTES), path), start=1)
                 return
         if len(line) > _LONGEST_LINE_BYTES:
-            raise DataError(f"{path}:{number}: the line is longer than {_LONGEST_LINE_BYTES:,} bytes. Divide it.")
+            raise DataError(f"{path}:{number}: the line is longer than {_LONGEST_LINE_BYTES:,} bytes. Split it.")
         if not line.isspace() and line:
             yield number, _parsed(line, f"{path}:{number}", "Write one record as JSON on each line")
 
@@ -116,7 +116,7 @@ def _list_of(content: bytes, path: str) -> list[Any]:
     return records if isinstance(records, list) else [records]
 
 
-def _parsed(content: bytes, place: str, advice: str) -> Any:
+def _parsed(content: bytes, location: str, advice: str) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as failure:
@@ -125,4 +125,4 @@ def _parsed(content: bytes, place: str, advice: str) -> Any:
         reason = "values are nested too deeply"
     except ValueError as failure:
         reason = printable(str(failure), quoted=False)
-    raise DataError(f"{place}: not JSON: {reason}. {recognized(content, as_lines=True) or advice}.")
+    raise DataError(f"{location}: not JSON: {reason}. {recognized(content, as_lines=True) or advice}.")

@@ -1,4 +1,4 @@
-"""How the flags turn examples into rows."""
+"""Options for turning examples into rows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ExampleOptions:
         pack: several examples in a row (`--pack-examples`).
         on_targets_only: no loss on prompts (`--loss-on-targets-only`).
         copy_prompt_probability: share of the training samples whose answers are replaced by their prompts.
-        needed_by: a flag that was given and has a meaning for examples only; empty if there is none.
-        excluded_by: a flag that was given and cannot be combined with examples; empty if there is none.
-        flags: the flags that choose the tokenizer, whose folder may hold a template.
+        needed_by: a given flag that requires examples; empty if none.
+        excluded_by: a given flag that cannot be combined with examples; empty if none.
+        flags: the flags that select the tokenizer, whose folder may hold a template.
     """
 
     chat_template: str | None = None
@@ -38,7 +38,7 @@ class ExampleOptions:
     def of(
         finetuning: FinetuningConfig, loss: LossConfig, flags: TokenizerFlags, curriculum: CurriculumFields
     ) -> ExampleOptions:
-        """The options that flags give; only the causal objective trains on examples."""
+        """Returns the options set by flags; only the causal objective trains on examples."""
         pack = finetuning.pack_examples and loss.objective == CAUSAL
         on_targets_only = loss.loss_on_targets_only and loss.objective == CAUSAL
         copied = finetuning.copy_prompt_probability
@@ -53,9 +53,9 @@ class ExampleOptions:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        """The chat template; loaded when it is first needed, since training without examples needs none.
+        """The chat template, loaded on first use, since training without examples needs none.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the template cannot be used.
         """
         return load_chat_template(self.chat_template, None if self.flags is None else tokenizer_folder(self.flags))

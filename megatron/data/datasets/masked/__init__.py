@@ -1,6 +1,5 @@
-"""Samples for masked language models: text, some of whose tokens are hidden and to be predicted.
+"""Samples for masked language models: text with some tokens masked, which the model predicts.
 
-How samples are made (`sentences`, `documents` and `stream`) and how their tokens are chosen (`phrases`, `tokens`). What
-is hidden follows from the seed and the sample's number alone, so every rank, every layout and every resume sees the
-same.
+Samples consist of `sentences`, `documents` or a `stream`; `phrases` or single `tokens` are masked. The mask depends on
+the seed and the sample's index alone, so it is the same on every rank, in every layout and after a resume.
 """

@@ -1,4 +1,4 @@
-"""How the flags make masked samples."""
+"""Options of masked samples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class MaskedOptions:
     """The masking flags.
 
     Args:
-        pairs: whether samples of sentences have two parts, whose order is to be predicted (not
-            `--bert-no-binary-head`).
+        pairs: samples of sentences have two parts, whose order the model predicts (not `--bert-no-binary-head`).
     """
 
     masking: MaskingConfig
@@ -24,14 +23,14 @@ class MaskedOptions:
 
     @staticmethod
     def of(masking: MaskingConfig, loss: LossConfig, *, pairs: bool) -> MaskedOptions | None:
-        """The options that flags give; None for other objectives."""
+        """Returns the options set by flags; None for other objectives."""
         return MaskedOptions(masking, pairs) if loss.objective == MASKED else None
 
     def predictions(self, sequence_length: int) -> int:
-        """How many tokens of a sample are hidden at most.
+        """Returns the maximum number of masked tokens in a sample.
 
         Raises:
-            ConfigError: samples are too short for a single one.
+            ConfigError: samples are too short for a masked token.
         """
         problem = self.masking.too_short(sequence_length)
         if problem:
@@ -39,6 +38,6 @@ class MaskedOptions:
         return self.masking.predictions(sequence_length)
 
     def sentence_rules(self, sequence_length: int) -> SentenceRules:
-        """How documents are cut into samples of sentences."""
+        """Returns the rules for cutting documents into samples of sentences."""
         self.predictions(sequence_length)
         return SentenceRules(sequence_length - ADDED_TOKENS, self.masking.short_seq_prob, 2 if self.pairs else 1)

@@ -1,8 +1,8 @@
-"""Sentence pairs for BERT: some sentences of a document in two parts, perhaps swapped, with hidden words.
+"""Sentence pairs for BERT: consecutive sentences of a document in two parts, possibly swapped, with masked words.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/bert_dataset.py` (`build_training_sample`) and
-`megatron/data/dataset_utils.py` (`get_a_and_b_segments`, `truncate_segments`, `create_tokens_and_tokentypes`). For
-equal data, flags and seed the samples are upstream's, token for token.
+`megatron/data/dataset_utils.py` (`get_a_and_b_segments`, `truncate_segments`, `create_tokens_and_tokentypes`). Given
+the same data, flags and seed, the samples equal upstream's token for token.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.data.datasets.masked.hiding import hide_phrases
 from megatron.data.datasets.masked.masked_options import MaskedOptions
+from megatron.data.datasets.masked.masking import mask_spans
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from megatron.data.datasets.sample import DocumentSpan, Sample, SegmentedSamples
 from megatron.data.formats.indexed import IndexedDataset
@@ -27,10 +27,10 @@ class SentenceFile:
 
     Args:
         sequence_length: tokens of a sample.
-        cache: where the maps of samples are kept.
+        cache: stores the sentence maps.
 
     Raises:
-        ConfigError: samples are too short for a hidden token.
+        ConfigError: samples are too short for a masked token.
     """
 
     def __init__(
@@ -61,10 +61,10 @@ class SentenceFile:
         return len(self.indexed.documents) - 1
 
     def table(self, first: int, last: int, samples: int, seed: int) -> np.ndarray:
-        """The samples that the documents [first, last) give, see `build_sentence_map`.
+        """Returns the sentence map of the documents [first, last), see `build_sentence_map`.
 
         Raises:
-            DataError: they give none.
+            DataError: the documents yield no sample.
         """
         key = (first, last, samples, seed)
         if key not in self._tables:
@@ -91,22 +91,22 @@ class SentenceFile:
         return self._tables[key]
 
     def sample(self, row: np.ndarray, random: np.random.RandomState) -> Sample:
-        """The sample of one row of a table.
+        """Builds the sample of one row of a table.
 
         Raises:
-            DataError: the file has a token that the vocabulary does not.
+            DataError: a token is outside the vocabulary.
         """
         first, last, most_tokens = row.tolist()
         ends = np.cumsum(self.indexed.lengths[first:last], dtype=np.int64)
         ids = self.indexed.tokens_at(int(self.indexed.pointers[first]), int(ends[-1])).astype(np.int64)
-        self.vocabulary.check_ids(ids, lambda place: f"{self.indexed.bin_path}: token {place} from sequence {first} on")
+        self.vocabulary.check_ids(ids, lambda index: f"{self.indexed.bin_path}: token {index} from sequence {first} on")
         text, types, is_swapped = self._arranged(ids, ends, most_tokens, random)
-        shown, hidden = hide_phrases(text, most_tokens, self.options.masking, self.vocabulary, random)
+        inputs, masked = mask_spans(text, most_tokens, self.options.masking, self.vocabulary, random)
         length = self.sequence_length
         tokens, labels = (np.full(length, self.vocabulary.pad_id, np.int64) for _ in range(2))
-        tokens[: len(shown)], labels[: len(text)] = shown, text
+        tokens[: len(inputs)], labels[: len(text)] = inputs, text
         token_types, loss_mask = np.zeros(length, np.int64), np.zeros(length, np.bool_)
-        token_types[: len(types)], loss_mask[hidden] = types, True
+        token_types[: len(types)], loss_mask[masked] = types, True
         segments = (np.arange(length) >= len(text)).astype(np.int64)
         return Sample(
             tokens,
@@ -120,11 +120,10 @@ class SentenceFile:
     def _arranged(
         self, ids: np.ndarray, ends: np.ndarray, most_tokens: int, random: np.random.RandomState
     ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """The text of a sample with its separators, the part that each token belongs to, and whether the parts are
-        swapped.
+        """Returns the text of a sample with separators, the index of each token's part, and True if parts are swapped.
 
         Shapes:
-            ids: int64 [n], of all sentences; ends: int64 [sentences], where each ends.
+            ids: int64 [n], of all sentences; ends: int64 [sentences], end of each in `ids`.
         """
         end, is_swapped = len(ids), False
         if self.options.pairs:
@@ -145,7 +144,7 @@ class SentenceDataset(SegmentedSamples):
         segments: as planned; each is one map of whole passes.
 
     Raises:
-        DataError: a map has another number of samples than was planned.
+        DataError: the number of samples in a map differs from the plan.
     """
 
     def __init__(self, file: SentenceFile, first: int, last: int, segments: Sequence[Segment]) -> None:
@@ -155,8 +154,8 @@ class SentenceDataset(SegmentedSamples):
         for segment, table in zip(segments, self._tables, strict=True):
             if len(table) != segment.rows:
                 raise DataError(
-                    f"The order of samples was planned with {segment.rows} samples of {file.prefix}, and its documents "
-                    f"{first} to {last} give {len(table)} with the present flags. Use the same data and flags, or "
+                    f"The order of samples was planned with {segment.rows} samples of {file.prefix}, but its documents "
+                    f"{first} to {last} yield {len(table)} with the current flags. Use the same data and flags, or "
                     "start a new order with --finetune."
                 )
         super().__init__(file.prefix, map(len, self._tables))
@@ -174,16 +173,14 @@ class SentenceDataset(SegmentedSamples):
         )
 
     def spans(self, sample: int) -> list[DocumentSpan]:
-        """The sentences that a sample is made of, without saying which of their tokens are cut off or whether they are
-        swapped.
-        """
+        """Returns the sentences of a sample, regardless of truncation and swapping."""
         segment, number = self._segment_of(sample)
         first, last, _ = (int(value) for value in self._tables[segment][number])
         return [DocumentSpan(sentence, 0, int(self.file.indexed.lengths[sentence])) for sentence in range(first, last)]
 
 
 def _truncated(parts: Sequence[np.ndarray], most: int, random: np.random.RandomState) -> list[np.ndarray]:
-    """Takes tokens from the longer part, each from its front or its back, until both together have at most `most`."""
+    """Removes tokens from the front or back of the longer part, until the parts have at most `most` in total."""
     edges = [[0, len(part)] for part in parts]
     for draw in random.random_sample(max(0, sum(map(len, parts)) - most)).tolist():
         longer = 0 if edges[0][1] - edges[0][0] > edges[1][1] - edges[1][0] else 1

@@ -1,6 +1,6 @@
-"""Plain text for masked samples as rows: one document each, or text that runs on over documents.
+"""Rows of plain text for masked samples: one document per row, or a stream that crosses documents.
 
-Every row begins with the class token and ends with the separator, and is padded.
+Every row starts with the class token, ends with the separator, and is padded.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import hashlib
 
 import numpy as np
 
-from megatron.data.datasets.masked.hiding import hide_tokens, sample_numbers
 from megatron.data.datasets.masked.masked_options import MaskedOptions
+from megatron.data.datasets.masked.masking import mask_tokens, sample_numbers
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary
 from megatron.data.datasets.sample import ChangedSamples, Sample, SampleDataset
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.row_order import RowSource
 from megatron.errors import DataError
 
-_EDGES = 2  # the tokens that are added to a row
+_EDGES = 2  # class token and separator
 
 
 class TextRows(RowSource):
-    """Stretches of a token file as rows.
+    """Ranges of a token file as rows.
 
     Args:
         starts: first token of each row, counted from the beginning of the file, int64 [n].
-        ends: one past the last, int64 [n].
+        ends: one past the last token, int64 [n].
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TextRows(RowSource):
     def of_documents(
         indexed: IndexedDataset, first: int, last: int, sequence_length: int, vocabulary: MaskedVocabulary
     ) -> TextRows:
-        """The documents [first, last), each cut off where a row ends."""
+        """Returns the documents [first, last), each truncated to a row."""
         bounds = _token_offsets(indexed, first, last)
         fingerprint = _fingerprint(indexed, "documents", first, last, sequence_length)
         return TextRows(indexed, bounds[:-1], bounds[1:], sequence_length, vocabulary, fingerprint)
@@ -58,7 +58,7 @@ class TextRows(RowSource):
     def of_stream(
         indexed: IndexedDataset, first: int, last: int, sequence_length: int, vocabulary: MaskedVocabulary
     ) -> TextRows:
-        """The documents [first, last), laid end to end and cut into rows; the last one is padded."""
+        """Returns the documents [first, last), laid end to end and cut into rows; the last one is padded."""
         bounds = _token_offsets(indexed, first, last)
         starts = np.arange(bounds[0], bounds[-1], sequence_length - _EDGES)
         fingerprint = _fingerprint(indexed, "stream", first, last, sequence_length)
@@ -72,37 +72,38 @@ class TextRows(RowSource):
         """Reads rows.
 
         Shapes:
-            as of `RowSource`, except for tokens int64 [n, s] and, in place of a loss mask, which of them are text.
+            as in `RowSource`, except for tokens int64 [n, s] and, instead of a loss mask, a mask of the text tokens.
         """
         tokens = np.full((len(rows), self._length), self._vocabulary.pad_id, np.int64)
         is_text, segments = np.zeros(tokens.shape, np.bool_), np.ones(tokens.shape, np.int64)
-        for place, row in enumerate(rows.tolist()):
+        for index, row in enumerate(rows.tolist()):
             text = self._text(row)
             end = 1 + len(text)
-            tokens[place, 0], tokens[place, 1:end], tokens[place, end] = (
+            tokens[index, 0], tokens[index, 1:end], tokens[index, end] = (
                 self._vocabulary.cls_id,
                 text,
                 self._vocabulary.sep_id,
             )
-            is_text[place, 1:end] = True
-            segments[place, : end + 1] = 0
+            is_text[index, 1:end] = True
+            segments[index, : end + 1] = 0
         return tokens, is_text, segments
 
     def locate(self, row: int, position: int) -> str:
-        at = int(self._starts[row] + self._stripped_in_front(row)) + position - 1
-        return f"{self._indexed.bin_path}: token {at} of the file (byte offset {at * self._indexed.dtype.itemsize})"
+        token = int(self._starts[row] + self._leading_specials(row)) + position - 1
+        offset = token * self._indexed.dtype.itemsize
+        return f"{self._indexed.bin_path}: token {token} of the file (byte offset {offset})"
 
     def _text(self, row: int) -> np.ndarray:
-        """The tokens of a row without those that a tokenizer has put around them already."""
+        """Returns the tokens of a row without special tokens that the tokenizer added around them."""
         first = int(self._starts[row])
-        front = self._stripped_in_front(row)
+        front = self._leading_specials(row)
         count = min(int(self._ends[row]) - first - front, self._length - _EDGES + 1)
         text = self._tokens_at(first + front, max(count, 0))
         if len(text) and text[-1] in (self._vocabulary.sep_id, self._vocabulary.eod_id):
             text = text[:-1]
         return text[: self._length - _EDGES]
 
-    def _stripped_in_front(self, row: int) -> int:
+    def _leading_specials(self, row: int) -> int:
         first = int(self._starts[row])
         return int(first < self._ends[row] and self._tokens_at(first, 1)[0] == self._vocabulary.cls_id)
 
@@ -111,10 +112,10 @@ class TextRows(RowSource):
 
 
 class MaskedRows(ChangedSamples):
-    """Rows with hidden tokens: different ones each time a row is repeated.
+    """Rows with masked tokens, masked differently each time a row is repeated.
 
     Args:
-        dataset: samples with the text, and which of their tokens are text in place of a loss mask.
+        dataset: samples with a mask of the text tokens instead of a loss mask.
     """
 
     def __init__(
@@ -134,18 +135,18 @@ class MaskedRows(ChangedSamples):
     def read(self, sample: int) -> Sample:
         row = self.dataset.read(sample)
         if row.loss_mask is None:
-            raise DataError(f"Sample {sample} of {self.prefix} does not say which of its tokens are text.")
+            raise DataError(f"Sample {sample} of {self.prefix} has no mask of its text tokens.")
         self._vocabulary.check_ids(row.tokens, lambda position: self.locate(sample, position))
         numbers = sample_numbers(self._seed, sample, len(row.tokens))
-        shown, hidden = hide_tokens(
+        inputs, is_masked = mask_tokens(
             row.tokens, row.loss_mask, self._most, self._options.masking, self._vocabulary, numbers
         )
-        types = np.zeros(len(shown), np.int64)
-        return Sample(shown, hidden, row.segment_ids, labels=row.tokens, token_types=types)
+        types = np.zeros(len(inputs), np.int64)
+        return Sample(inputs, is_masked, row.segment_ids, labels=row.tokens, token_types=types)
 
 
 def _token_offsets(indexed: IndexedDataset, first: int, last: int) -> np.ndarray:
-    """Where the documents [first, last) begin in the file, in tokens, and where the last one ends. int64 [n + 1]."""
+    """Returns the starts of the documents [first, last) in tokens, then the end of the last one, int64 [n + 1]."""
     ends = np.append(indexed.pointers, indexed.tokens * indexed.dtype.itemsize)
     return ends[indexed.documents[first : last + 1]].astype(np.int64) // indexed.dtype.itemsize
 

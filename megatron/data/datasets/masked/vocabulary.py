@@ -1,4 +1,4 @@
-"""What masking needs from a tokenizer."""
+"""The properties of a vocabulary that masking depends on."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron.tokenizers.library import CLS, MASK, PAD, ROLES, SEP
 from megatron.tokenizers.tokenizer import Tokenizer
 from megatron.tokenizers.wordpiece import CONTINUATION
 
-_SPACES = ("Ġ", "Ċ", "▁")  # how byte-level BPE writes a space and a line end, and SentencePiece a space
+_SPACES = ("Ġ", "Ċ", "▁")  # space and line end in byte-level BPE, space in SentencePiece
 
 
 @dataclass(frozen=True)
 class MaskedVocabulary:
-    """Token ids with a part in masked samples.
+    """The token ids used in masked samples.
 
     Shapes:
-        is_special: bool [v], tokens that are never hidden; continues: bool [v], tokens that continue a word; drawable:
-        int64 [n], tokens that may be shown instead of a hidden one, where special ones may not.
+        is_special: bool [v], tokens that are never masked; continues: bool [v], tokens that continue a word; drawable:
+        int64 [n], tokens that may replace a masked one if special tokens may not.
 
     Args:
-        eod_id: ends a document in the token files; None if the tokenizer has none.
+        eod_id: the end-of-document token in token files; None if the tokenizer has none.
     """
 
     cls_id: int
@@ -42,14 +42,14 @@ class MaskedVocabulary:
 
     @staticmethod
     def of(tokenizer: Tokenizer, *, needs_all: bool) -> MaskedVocabulary:
-        """Asks a tokenizer.
+        """Reads the vocabulary of a tokenizer.
 
         Args:
-            needs_all: whether every role must have a token of its own, as sentence pairs need it; else the token that
-                ends a document stands in for all but the mask token.
+            needs_all: require a token for every role, as for sentence pairs; otherwise the end-of-document token stands
+                in for all but the mask token.
 
         Raises:
-            ConfigError: it lacks a token.
+            ConfigError: the tokenizer lacks a token.
         """
         ids = dict(tokenizer.roles)
         eod_id = _end_of_document(tokenizer)
@@ -73,24 +73,24 @@ class MaskedVocabulary:
         )
 
     def check_ids(self, ids: np.ndarray, locate: Callable[[int], str]) -> None:
-        """Checks that the vocabulary has all tokens of a text.
+        """Checks that the vocabulary contains all tokens of a text.
 
         Args:
-            locate: describes where the token at a place is stored.
+            locate: describes the location of the token at an index.
 
         Raises:
-            DataError: it lacks one.
+            DataError: a token is outside the vocabulary.
         """
         if len(ids) and (int(ids.max()) >= self.size or int(ids.min()) < 0):
-            place = int(np.flatnonzero((ids >= self.size) | (ids < 0))[0])
+            index = int(np.flatnonzero((ids >= self.size) | (ids < 0))[0])
             raise DataError(
-                f"{locate(place)} has id {int(ids[place])}, but the vocabulary has {self.size} entries. The data was "
-                "made with another tokenizer, or it is damaged."
+                f"{locate(index)} has id {int(ids[index])}, but the vocabulary has {self.size} entries. The data was "
+                "tokenized by another tokenizer, or it is damaged."
             )
 
 
 def _word_rule(written: list[str | None]) -> Callable[[str], bool]:
-    """Which tokens of a vocabulary continue a word: WordPiece marks them, other families mark the first of a word."""
+    """Returns a predicate for tokens that continue a word; WordPiece marks these, other families a word's first."""
     known = [text for text in written if text is not None]
     if any(text.startswith(CONTINUATION) for text in known) or not any(text.startswith(_SPACES) for text in known):
         return lambda text: text.startswith(CONTINUATION)
@@ -108,6 +108,6 @@ def _missing_text(tokenizer: Tokenizer, roles: list[str]) -> str:
     names = {CLS: "[CLS] or <s>", SEP: "[SEP] or </s>", MASK: "[MASK] or <mask>", PAD: "[PAD] or <pad>"}
     return (
         f"The tokenizer {tokenizer.name} has no {', '.join(f'{role} token ({names[role]})' for role in roles)}, which "
-        "masked samples need. Use the tokenizer of a BERT or a RoBERTa, or learn a vocabulary: "
+        "masked samples require. Use the tokenizer of a BERT or RoBERTa model, or train a vocabulary: "
         "tools/train_tokenizer.py --model-type wordpiece, or --special-tokens '<s>' '<pad>' '</s>' '<unk>' '<mask>'."
     )

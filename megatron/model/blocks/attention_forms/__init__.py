@@ -1,1 +1,1 @@
-"""How queries attend to keys, one form per file; which forms a network has is chosen when it is built."""
+"""The forms of attention, one per file; a network's forms are chosen when it is built."""

@@ -1,6 +1,6 @@
 """Attention of new tokens to their texts, whose earlier keys and values are cached.
 
-The queries are always the last positions of the keys.
+The queries are always at the last positions of the keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.parallel.tensor.direct_module import DirectModule
 
 
 class CachedAttention(DirectModule):
-    """Adds the new keys and values to the caches, and attends to each text by itself."""
+    """Appends the new keys and values to the caches, and attends to each text separately."""
 
     def __init__(self, scoring: Scoring) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class CachedAttention(DirectModule):
         """Shapes: query `[b, a/t, s, d]`, the new tokens of the texts one after another along s; result as query.
 
         Raises:
-            ConfigError: documents are to be separated, or the network is bidirectional, so that later tokens would
-                change cached keys and values.
+            ConfigError: documents are separated, or the network is bidirectional, so that later tokens would change
+                cached keys and values.
         """
         if self.scoring.bidirectional:
             raise ConfigError(
-                "Generation with a key-value cache needs a causal network, and this one is bidirectional "
-                "(--bidirectional): every new token would change what the earlier ones are. Use a GPT checkpoint."
+                "Generation with a key-value cache requires a causal network, and this one is bidirectional "
+                "(--bidirectional): every new token would change the earlier ones. Use a GPT checkpoint."
             )
         query, key, value = heads
         texts = context.caches.append(self.scoring.layer, key, value)  # type: ignore[union-attr]
@@ -50,7 +50,7 @@ class CachedAttention(DirectModule):
 
 
 def visible_keys(keys: torch.Tensor, queries: int, window: int | None) -> torch.Tensor:
-    """The keys that the last `queries` positions may attend to in a sliding window, a view of the last ones.
+    """The keys that the last `queries` positions may attend to in a sliding window, as a view.
 
     Shapes: `[b, g, k, d]` to `[b, g, at most queries + window - 1, d]`.
     """
@@ -71,10 +71,10 @@ def cached_bias(
 
     Args:
         keys: number of visible keys.
-        prefix: how many of the text's first tokens attend to each other in both directions.
+        prefix: number of first tokens of the text that attend to each other in both directions.
 
     Raises:
-        ConfigError: documents are to be separated.
+        ConfigError: documents are separated.
     """
     length, window, slopes = query.shape[2], scoring.window, scoring.slopes
     if context.mask is MaskKind.DOCUMENTS and keys > length:
@@ -83,7 +83,7 @@ def cached_bias(
         )
     if window is not None and window >= keys:
         window = None
-    if prefix > 1 and length == keys:  # later tokens come after it, and see what is visible to all
+    if prefix > 1 and length == keys:  # tokens after the prefix see all of it anyway
         return context.once(
             ("cached bias", length, keys, window, slopes, query.dtype, prefix),
             lambda: local_bias(query, keys, window, slopes, torch.arange(keys, device=query.device)[None] < prefix),

@@ -1,4 +1,4 @@
-"""What a layer of attention is put together from: a projection to heads, and a form in which these attend."""
+"""The parts of an attention layer: a projection to heads, and a form of attention."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megatron.model.blocks.position import Rotary, alibi_slopes
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.rng import attention_keys
-from megatron.parallel.sequence.ulysses import own_heads
+from megatron.parallel.sequence.ulysses import local_heads
 
-# What a projection makes of hidden states for its forms: queries `[b, a/t, s, d]`, keys and values `[b, g/t, s, d]`, or
-# whatever else both agree on.
+# The output of a projection, for its forms: queries `[b, a/t, s, d]`, keys and values `[b, g/t, s, d]`, or any other
+# tensors that both agree on.
 Heads = tuple[torch.Tensor, ...]
 
 
 class HeadProjection(Protocol):
-    """How heads are made of hidden states."""
+    """The projection of hidden states to heads."""
 
     @property
     def parts(self) -> Mapping[str, nn.Module]:
-        """Its modules, by the names that they have in the layer, and so in checkpoints."""
+        """Its modules by name in the layer, and so in checkpoints."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class HeadProjection(Protocol):
         ...
 
     def project(self, hidden: torch.Tensor, context: StepContext) -> tuple[Heads, torch.Tensor | None]:
-        """The heads with their positions, and the gates of what they will return, if there are any.
+        """Projects to heads, with their positions applied, and to the gates of the heads' outputs, if any.
 
         Shapes: hidden `[b, s/t, h]` or `[b * s, h]`; gates `[b, s, a/t, d]`.
         """
@@ -47,29 +47,29 @@ class HeadProjection(Protocol):
 
 
 class AttentionForm(Protocol):
-    """How heads attend to each other's tokens."""
+    """A form of attention."""
 
     def attend(self, heads: Heads, context: StepContext) -> torch.Tensor:
-        """What the heads return for each token. Shapes: `[b, a/t, s, d]`."""
+        """Computes attention. Shapes: `[b, a/t, s, d]`."""
         ...
 
 
 class Scoring:
-    """How the heads of a layer score keys, and which scores count.
+    """The scores of a layer's heads, and their bounds.
 
     Args:
         layer: index of the block.
         softmax_offset: the sinks, if they are learned.
-        exchange: the ranks that have exchanged positions for heads; None for none.
+        exchange: the ranks that exchange positions for heads; None for none.
 
     Attributes:
         softcap: scores become `softcap * tanh(score / softcap)`.
-        window: tokens that a token may attend to, itself included; None for all.
-        slopes: of the linear biases of this rank's heads; empty for none.
-        bidirectional: whether tokens attend to later ones.
-        dropout: share of the probabilities that training drops.
-        part: which of the equal parts of all heads this rank has.
-        has_sinks: whether the softmax has one more logit than keys: 0, or that of `softmax_offset`.
+        window: number of tokens that a token may attend to, itself included; None for all.
+        slopes: slopes of the linear biases of this rank's heads; empty for none.
+        bidirectional: True if tokens attend to later ones.
+        dropout: probability of dropout.
+        part: index of this rank's part among the equal parts of all heads.
+        has_sinks: True if the softmax has one more logit than keys: 0, or that of `softmax_offset`.
 
     Shapes: softmax_offset `[a/t]`.
     """
@@ -95,13 +95,13 @@ class Scoring:
         self.slopes: tuple[float, ...] = ()
         if config.position_embedding_type == ALIBI:
             slopes = tuple(alibi_slopes(config.num_attention_heads))
-            self.slopes = own_heads(own_heads(slopes, mesh.tp), self.exchange)
+            self.slopes = local_heads(local_heads(slopes, mesh.tp), self.exchange)
 
     def partial(self, context: StepContext) -> PartialAttention:
-        """Attention to some keys, to be merged with that to others, or with the sinks."""
+        """Attention to a part of the keys, to be merged with other parts or with the sinks."""
         return PartialAttention(self.scale, self.softcap, context.explicit_attention)
 
     def sinks(self, query: torch.Tensor) -> torch.Tensor:
-        """The sinks of the heads, if they have any. Shapes: query `[b, a/tu, s, d]`; result `[a/tu]`."""
+        """The sinks of the heads. Shapes: query `[b, a/tu, s, d]`; result `[a/tu]`."""
         offset = self.softmax_offset
-        return query.new_zeros(query.shape[1]) if offset is None else own_heads(offset, self.exchange)
+        return query.new_zeros(query.shape[1]) if offset is None else local_heads(offset, self.exchange)

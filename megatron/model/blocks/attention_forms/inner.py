@@ -1,4 +1,4 @@
-"""Softmax attention to keys that are given: plain, with dropout, or with sinks."""
+"""Softmax attention to given keys: plain, with dropout, or with sinks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.parallel.tensor.direct_module import DirectModule
 
 
 def build_inner(scoring: Scoring) -> InnerAttention:
-    """The attention that a layer's forms share."""
+    """Builds the inner attention that a layer's forms share."""
     if scoring.has_sinks:
         return AttentionWithSinks(scoring)
     return AttentionWithDropout(scoring) if scoring.dropout > 0 else InnerAttention(scoring)
@@ -45,7 +45,7 @@ class InnerAttention(DirectModule):
 
 
 class AttentionWithDropout(InnerAttention):
-    """In training, probabilities are dropped."""
+    """Attention with dropout of the probabilities in training."""
 
     def attend(
         self,
@@ -58,11 +58,11 @@ class AttentionWithDropout(InnerAttention):
     ) -> torch.Tensor:
         if not self.training:
             return super().attend(query, key, value, causal, bias, context)
-        own, bounds = self.scoring, {"bias": bias, "causal": causal, **self.bounds}
+        scoring, bounds = self.scoring, {"bias": bias, "causal": causal, **self.bounds}
         if context.explicit_attention or not query.is_cuda:
-            return explicit_attention(query, key, value, own.scale, dropout=self._dropout(query, context), **bounds)
-        with seeded(attention_seed(context.seed, context.first_sample, own.layer, own.part), query.device):
-            return attention(query, key, value, own.scale, dropout=own.dropout, **bounds)
+            return explicit_attention(query, key, value, scoring.scale, dropout=self._dropout(query, context), **bounds)
+        with seeded(attention_seed(context.seed, context.first_sample, scoring.layer, scoring.part), query.device):
+            return attention(query, key, value, scoring.scale, dropout=scoring.dropout, **bounds)
 
     def _dropout(self, query: torch.Tensor, context: StepContext) -> Dropout | None:
         """The stateless dropout of the probabilities. Shapes: query `[b, a/t, s, d]`; rows `[b, a/t, s]`."""
@@ -78,7 +78,7 @@ class AttentionWithDropout(InnerAttention):
 
 
 class AttentionWithSinks(InnerAttention):
-    """The softmax has one more logit than keys, so that a token may attend to less than one."""
+    """Attention whose softmax has one more logit than keys, so that the weights of the keys may sum to less than 1."""
 
     def attend(
         self,
@@ -89,5 +89,5 @@ class AttentionWithSinks(InnerAttention):
         bias: torch.Tensor | None,
         context: StepContext,
     ) -> torch.Tensor:
-        own = self.scoring
-        return sink_attention(query, key, value, own.sinks(query), own.partial(context), causal=causal, bias=bias)
+        sinks, partial = self.scoring.sinks(query), self.scoring.partial(context)
+        return sink_attention(query, key, value, sinks, partial, causal=causal, bias=bias)

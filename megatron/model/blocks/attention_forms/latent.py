@@ -1,4 +1,4 @@
-"""Multi-head latent attention: all heads make their keys and values of one latent, which is what generation keeps."""
+"""Multi-head latent attention: the keys and values of all heads come from one latent, which generation caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.model.blocks.position import Rotary
 from megatron.model.interface.key_value_cache import CachedText
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
-from megatron.parallel.shard_spec import Dimension, ShardSpec, check_divisible, place
+from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, check_divisible
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence
 from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import ColumnParallelLinear
@@ -24,8 +24,8 @@ from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, defer
 
 
 class LatentProjection(nn.Module):
-    """`y = x W^T + b` on every tensor-parallel rank alike; with sequence parallelism of each rank's own tokens, so that
-    gradients are sums over the ranks.
+    """`y = x W^T + b`, replicated over the tensor-parallel ranks; with sequence parallelism each rank projects its own
+    tokens, so that gradients are summed over the ranks.
 
     Attributes:
         queue: as in `ColumnParallelLinear`.
@@ -39,26 +39,26 @@ class LatentProjection(nn.Module):
         outputs, partial = Dimension("channels of a latent", output_size), mesh.sequence_parallel
         dimensions = (outputs, Dimension("hidden", config.hidden_size))
         spec = ShardSpec(dimensions, is_matrix=True, summed_over=(partial,))
-        self.weight = place(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
+        self.weight = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
         self.bias: nn.Parameter | None = None
         if config.add_qkv_bias:
             vector = ShardSpec.vector(output_size, partial=partial)
-            self.bias = place(nn.Parameter(torch.zeros(output_size, device=mesh.device)), vector)
+            self.bias = annotate(nn.Parameter(torch.zeros(output_size, device=mesh.device)), vector)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return deferrable_linear(x, self.weight, self.bias, self.queue)
 
 
 class LatentHeads:
-    """Heads whose keys and values are made of a latent of `kv_lora_rank` channels per token, and whose queries may be
-    made of one as well.
+    """Heads whose keys and values are projected from a latent of `kv_lora_rank` channels per token; optionally queries
+    from a latent of their own, too.
 
-    Of a head's queries and keys, `qk_head_dim` channels have no positions, and the other `qk_pos_emb_head_dim` are
-    rotated; these keys come from the hidden states, one for all heads. The latents are the same on all tensor-parallel
-    ranks, or with sequence parallelism of each rank's tokens, and the projections out of them are split by heads.
+    Of a head's channels, `qk_head_dim` have no positions and `qk_pos_emb_head_dim` are rotated. All heads share one
+    rotated key, projected from the hidden states. The latents are replicated over the tensor-parallel ranks, or with
+    sequence parallelism hold each rank's tokens; the projections out of them are split by heads.
 
-    Values are padded with zeros to the width of the keys, which every form of attention takes; `LatentAttention` cuts
-    off the padding of what they add up to.
+    Values are padded with zeros to the width of the keys, as every form of attention requires; `LatentAttention`
+    removes the padding from the result.
 
     Attributes:
         parts: see `HeadProjection`.
@@ -106,10 +106,10 @@ class LatentHeads:
         }
 
     def project(self, hidden: torch.Tensor, context: StepContext) -> tuple[Heads, torch.Tensor | None]:
-        """Queries, keys and values, and no gates; with a cache queries, what it keeps, and no values.
+        """Returns queries, keys and values, without gates; with a cache queries, cache entries and empty values.
 
-        Shapes: `[b, s/t, h]` or `[b * s, h]` to thrice `[b, a/t, s, d]`; with a cache to `[b, a/t, s, d]`,
-            `[b, 1, s, c]` and `[b, 1, s, 0]`, c the width of what it keeps.
+        Shapes: `[b, s/t, h]` or `[b * s, h]` to three of `[b, a/t, s, d]`; with a cache to `[b, a/t, s, d]`,
+            `[b, 1, s, c]` and `[b, 1, s, 0]`, c the width of an entry.
         """
         hidden, is_split = context.by_sample(hidden), context.splits_sequence
         latent = hidden if self.query_down is None else self.query_norm(self.query_down(hidden))
@@ -129,7 +129,7 @@ class LatentHeads:
     def expanded(
         self, latent: torch.Tensor, shared: torch.Tensor, is_split: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and padded values. Shapes: `[b, s/t, kv_lora_rank]` and `[b, 1, s, r]` to twice `[b, a/t, s, d]`."""
+        """Keys and padded values. Shapes: `[b, s/t, kv_lora_rank]` and `[b, 1, s, r]` to two of `[b, a/t, s, d]`."""
         expanded = self.up(latent, splits_sequence=is_split)
         expanded = expanded.unflatten(-1, (-1, self.plain_size + self.value_size)).transpose(1, 2)
         key, value = expanded.split([self.plain_size, self.value_size], dim=-1)
@@ -137,13 +137,13 @@ class LatentHeads:
         return key, F.pad(value, (0, self.padding)) if self.padding else value
 
     def halves(self) -> Sequence[torch.Tensor]:
-        """What makes keys and values of a latent. Shapes: `[a/t, qk_head_dim, kv_lora_rank]` and the same of values."""
+        """The matrices from a latent to keys and to values. Shapes: `[a/t, qk_head_dim, kv_lora_rank]` each."""
         weight = self.up.weight.unflatten(0, (-1, self.plain_size + self.value_size))
         return weight.split([self.plain_size, self.value_size], dim=1)
 
 
 class LatentAttention(DirectModule):
-    """Another form of attention, without the padding of the values."""
+    """Another form of attention, whose result is freed of the padding of the values."""
 
     def __init__(self, form: AttentionForm, value_size: int) -> None:
         super().__init__()
@@ -157,9 +157,9 @@ class LatentAttention(DirectModule):
 class CachedLatentAttention(CachedAttention):
     """Attention to a cache that holds the latent and the rotated key of a token, and no values.
 
-    Where many queries attend to them, as those of a prompt do, keys and values are made of these again. Few queries are
-    multiplied by the half of the projection that makes keys instead, and results by the other half: attention then is
-    to one head of as many channels as the cache holds, and nothing is computed for earlier tokens.
+    For many queries, as in a prompt, keys and values are expanded again. Few queries are instead multiplied by the
+    keys' half of the projection, and the results by the values' half: they attend to one head as wide as the cache
+    entries, and nothing is computed for earlier tokens.
     """
 
     def __init__(self, scoring: Scoring, latent: LatentHeads) -> None:
@@ -168,27 +168,27 @@ class CachedLatentAttention(CachedAttention):
 
     def attend_text(self, query: torch.Tensor, text: CachedText, context: StepContext) -> torch.Tensor:
         """Attention to one text. Shapes: query `[b, a/t, s, d]`; result `[b, a/t, s, v_head_dim]`."""
-        own = self.latent
+        heads = self.latent
         if self.expands(query.shape[2], text.keys.shape[2]):
-            latent, shared = text.keys.split([own.latent_size, own.rotary_size], dim=-1)
-            keys, values = own.expanded(latent.squeeze(1), shared)
-            return super().attend_text(query, text._replace(keys=keys, values=values), context)[..., : own.value_size]
-        plain, rotary = query.split([own.plain_size, own.rotary_size], dim=-1)
-        to_keys, to_values = own.halves()
+            latent, shared = text.keys.split([heads.latent_size, heads.rotary_size], dim=-1)
+            keys, values = heads.expanded(latent.squeeze(1), shared)
+            return super().attend_text(query, text._replace(keys=keys, values=values), context)[..., : heads.value_size]
+        plain, rotary = query.split([heads.plain_size, heads.rotary_size], dim=-1)
+        to_keys, to_values = heads.halves()
         query = torch.cat((plain @ to_keys, rotary), dim=-1)  # [b, a/t, s, c]
         attended = super().attend_text(query, text._replace(values=text.keys), context)
-        return attended[..., : own.latent_size] @ to_values.transpose(1, 2)
+        return attended[..., : heads.latent_size] @ to_values.transpose(1, 2)
 
     def expands(self, queries: int, keys: int) -> bool:
-        """Whether to make keys and values takes fewer operations than to attend to latents, which are wider."""
-        own = self.latent
-        of_key = own.latent_size * (own.plain_size + own.value_size)
-        of_pair = 2 * own.latent_size - own.plain_size - own.value_size
-        return queries * (keys * of_pair + of_key) >= keys * of_key
+        """True if expanding keys and values takes fewer operations than attending to latents, which are wider."""
+        heads = self.latent
+        per_key = heads.latent_size * (heads.plain_size + heads.value_size)
+        per_pair = 2 * heads.latent_size - heads.plain_size - heads.value_size
+        return queries * (keys * per_pair + per_key) >= keys * per_key
 
 
 def _built_norm(config: ModelConfig, mesh: ParallelMesh, size: int | None) -> nn.Module:
-    """The norm of a latent, or what leaves it as it is."""
+    """The norm of a latent, or the identity."""
     if size is None or not config.qk_layernorm:
         return nn.Identity()
     return build_norm(config, mesh, size, partial=mesh.sequence_parallel, epsilon=config.latent_layernorm_epsilon)

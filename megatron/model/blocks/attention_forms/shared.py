@@ -1,4 +1,4 @@
-"""Attention where ranks share samples: they exchange positions for heads, and keys and values travel in a ring."""
+"""Attention over samples that ranks share: they exchange positions for heads, and pass keys and values in a ring."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.parallel.tensor.direct_module import DirectModule
 
 
 class SharedAttention(DirectModule):
-    """This rank's tokens attend to those of all ranks that share its samples; of a micro-batch that is not shared, each
-    rank has its own samples.
+    """Attention of this rank's tokens to the tokens of all ranks that share its samples; in a micro-batch that is not
+    shared, each rank has its own samples.
     """
 
     def __init__(self, alone: Scoring, exchanged: Scoring, ring: Axis) -> None:
@@ -49,16 +49,16 @@ class RingAttention(DirectModule):
         return self._plan(query, context).attend(query, key, value, sinks)
 
     def _plan(self, query: torch.Tensor, context: StepContext) -> RingPlan:
-        """What this rank computes of a micro-batch, for all layers with the same bounds.
+        """This rank's share of a micro-batch's attention, for all layers with the same bounds.
 
         Raises:
-            ConfigError: the ranks of this context share no samples, or its samples have prefixes.
+            ConfigError: the ranks share no samples, or the samples have prefixes.
         """
         split, length, slopes = context.split, query.shape[2], self.scoring.slopes
         if split is None or context.prefix_mask is not None:
             raise ConfigError(
-                "Attention in a ring (--cp-comm-type p2p) needs samples that ranks share and that have no prefixes. "
-                "Use --cp-comm-type a2a."
+                "Attention in a ring (--cp-comm-type p2p) requires samples that are split over ranks and have no "
+                "prefixes. Use --cp-comm-type a2a."
             )
         attention = self.scoring.partial(context)
         in_blocks = attention.holds_scores(query)

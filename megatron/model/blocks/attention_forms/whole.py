@@ -17,9 +17,7 @@ from megatron.parallel.tensor.direct_module import DirectModule
 
 
 class WholeAttention(DirectModule):
-    """Attention to the earlier tokens of the sample, or in both directions to all, within the bounds of layer and
-    micro-batch.
-    """
+    """Attention to the earlier tokens of the sample, or to all of them, within the bounds of layer and micro-batch."""
 
     def __init__(self, scoring: Scoring) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class WholeAttention(DirectModule):
         return run(query, key, value, *options)
 
     def _bounds(self, query: torch.Tensor, context: StepContext) -> tuple[AttentionPlan | None, torch.Tensor | None]:
-        """A plan that computes only what is visible, or else a bias of the scores."""
+        """A plan that computes only visible scores, or else a bias of the scores."""
         drops = self.training and self.scoring.dropout > 0
         if not (drops or self.scoring.has_sinks or torch.compiler.is_compiling()):
             plan = bounded_plan(context, query, self.scoring)
@@ -54,7 +52,7 @@ class WholeAttention(DirectModule):
 
 
 def score_bias(context: StepContext, query: torch.Tensor, scoring: Scoring) -> torch.Tensor | None:
-    """The bias of the scores of a micro-batch; None if the plain causal mask, or none in both directions, suffices.
+    """The bias of the scores of a micro-batch; None if the plain causal mask, or no mask at all, suffices.
 
     It is built once per micro-batch for all layers with the same window and slopes.
 
@@ -82,7 +80,7 @@ def score_bias(context: StepContext, query: torch.Tensor, scoring: Scoring) -> t
 
 
 def bounded_plan(context: StepContext, query: torch.Tensor, scoring: Scoring) -> AttentionPlan | None:
-    """Attention of a micro-batch without s x s biases and without dropout; None if `score_bias` is to be used.
+    """Attention of a micro-batch without s x s biases and without dropout; None if it needs `score_bias`.
 
     Shapes: query `[b, a/t, s, d]`.
     """

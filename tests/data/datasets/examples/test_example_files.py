@@ -33,7 +33,7 @@ def test_patterns_are_sorted_and_missing_files_refused(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("{}\n")
     assert example_files(f"{tmp_path}/*.jsonl") == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]
-    with pytest.raises(DataError, match=r"none.jsonl: there is no such file. .*pattern"):
+    with pytest.raises(DataError, match=r"none.jsonl: no such file. .*pattern"):
         example_files(f"{tmp_path}/none.jsonl")
 
 

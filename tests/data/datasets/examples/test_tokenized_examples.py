@@ -95,7 +95,7 @@ def test_an_example_without_a_token_of_an_answer_is_refused(write, tokenizer, tm
     template = ChatTemplate("hiding", source)
     for records, line in (([PAIRS[0], {"prompt": "q", "answer": "hidden"}], 2), ([{"q": "q", "a": "hidden"}], 1)):
         with pytest.raises(
-            DataError, match=rf"chat.jsonl:{line}: the chat template hiding writes no token of its answer"
+            DataError, match=rf"chat.jsonl:{line}: the chat template hiding renders no token of the answer"
         ):
             opened(write(records), tokenizer, tmp_path, template)
 
@@ -104,7 +104,7 @@ def test_places_of_several_files(write, tokenizer, tmp_path):
     for name, records in {"a.jsonl": PAIRS[:3], "b.jsonl": [], "c.jsonl": PAIRS[3:5]}.items():
         write(records, name)
     examples = opened(f"{tmp_path}/*.jsonl", tokenizer, tmp_path)
-    assert [examples.place(number) for number in (0, 2, 3, 4)] == [
+    assert [examples.locate(number) for number in (0, 2, 3, 4)] == [
         f"{tmp_path}/a.jsonl:1",
         f"{tmp_path}/a.jsonl:3",
         f"{tmp_path}/c.jsonl:1",
@@ -113,7 +113,7 @@ def test_places_of_several_files(write, tokenizer, tmp_path):
 
 
 def test_bad_records_are_refused_with_file_and_line(write, tokenizer, tmp_path):
-    with pytest.raises(DataError, match=r"chat.jsonl:3: its answer is empty. .*leave it out"):
+    with pytest.raises(DataError, match=r"chat.jsonl:3: its answer is empty. .*Correct or remove the record"):
         opened(write([*PAIRS[:2], {"prompt": "q", "answer": ""}]), tokenizer, tmp_path)
     with pytest.raises(DataError, match=r"chat.jsonl:1: the chat template dsgpt2 refuses .*no system messages"):
         system = {"system": "s", **PAIRS[0]}
@@ -124,7 +124,7 @@ def test_bad_records_are_refused_with_file_and_line(write, tokenizer, tmp_path):
         opened(write(PAIRS), tokenizer, tmp_path, ChatTemplate("broken", "{{ messages + 1 }}"))
     with pytest.raises(DataError, match=r"chat.jsonl holds no examples"):
         opened(write([]), tokenizer, tmp_path)
-    with pytest.raises(ConfigError, match=r"--chat-template chatml needs the special tokens"):
+    with pytest.raises(ConfigError, match=r"--chat-template chatml requires the special tokens"):
         opened(write(PAIRS), tokenizer, tmp_path, load_chat_template("chatml", None))
 
 
@@ -145,7 +145,7 @@ def test_pairs_of_a_store_are_those_of_a_file(kind, write, tokenizer, tmp_path):
         found = TokenizedExamples(database.address("chat", "more"), records, PLAIN, tokenizer, cache)
     for number in range(len(PAIRS)):
         assert found.ids(number).tolist() == expected.ids(number).tolist()
-    assert found.place(21).endswith(":21")
+    assert found.locate(21).endswith(":21")
 
 
 def test_the_record_that_a_template_refuses_is_named(write, tokenizer, tmp_path):

@@ -71,13 +71,13 @@ def test_segments_follow_each_other_and_spans_name_sentences(sentences, vocabula
         assert len(spans) >= 2 and all(first <= span.sequence < last for span in spans)
         assert [span.tokens for span in spans] == [int(sentences.lengths[span.sequence]) for span in spans]
     assert f"sequences {spans[0].sequence} to {spans[-1].sequence}" in both.locate(len(both) - 1, 4)
-    with pytest.raises(IndexError, match=f"there is no sample {len(both)}"):
+    with pytest.raises(IndexError, match=f"Sample {len(both)} is out of range"):
         both.read(len(both))
 
 
 def test_a_plan_of_other_data_is_refused(sentences, vocabulary, tmp_path):
     file = opened(sentences, vocabulary, tmp_path)
-    with pytest.raises(DataError, match=r"planned with 5 samples of .*corpus_text_sentence.* give \d+"):
+    with pytest.raises(DataError, match=r"planned with 5 samples of .*corpus_text_sentence.* yield \d+"):
         SentenceDataset(file, 0, 40, [Segment(5, SEED, 5)])
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config import OptimConfig
 from megatron.config.schedule import StepRange
-from megatron.train.callbacks.numerics import PoisonedBatches, SkippedRanges
+from megatron.train.callbacks.numerics import SkippedBatches, SkippedRanges
 from megatron.train.run import Run
 from tests.train.samples import optim_config
 
@@ -25,7 +25,7 @@ class ConsumingRun:
         self.passed: list[Any] = []
         self.report = SimpleNamespace(passed=lambda *told: self.passed.append(told[1:]))
 
-    pass_over: Any = Run.pass_over
+    skip_batches: Any = Run.skip_batches
 
 
 def after_skipping(progress: Progress, *ranges: StepRange, optim: OptimConfig | None = None) -> Progress:
@@ -70,7 +70,7 @@ def test_a_run_without_ranges_has_no_part() -> None:
 
 def test_a_batch_of_failed_starts_is_passed_over_like_a_range_of_one_step() -> None:
     run: Any = ConsumingRun(Progress(step=2, consumed_samples=16, consumed_tokens=160))
-    expected, callback = after_skipping(run.progress, (3, 3)), PoisonedBatches((3, 7))
+    expected, callback = after_skipping(run.progress, (3, 3)), SkippedBatches((3, 7))
     callback.before_step(run)
     assert run.progress == expected
     assert callback.state(run) == {"passed_batches": ({"step": 3, "first_sample": 16, "last_sample": 23},)}
@@ -82,7 +82,7 @@ def test_a_batch_of_failed_starts_is_passed_over_like_a_range_of_one_step() -> N
 def test_two_batches_of_one_step_are_passed_over_one_after_the_other() -> None:
     run: Any = ConsumingRun(Progress())
     record: Any = SimpleNamespace(passed_batches=({"step": 1, "first_sample": 0, "last_sample": 7},))
-    callback, engine = PoisonedBatches((1, 2, 1)), run
+    callback, engine = SkippedBatches((1, 2, 1)), run
     callback.restore(engine, run.progress, record)
     callback.before_step(run)
     assert run.progress == Progress(0, 16, 160)

@@ -62,6 +62,7 @@ def convert_both_ways(rank: int, source: str, folder: str) -> tuple[int, int]:
     return between - before, held_bytes() - between
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     source = tmp_path / "model"

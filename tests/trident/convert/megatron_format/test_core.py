@@ -69,6 +69,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(("network", "form", "tensor", "pipeline"), CASES)
 def test_the_logits_are_megatron_cores(written: Path, network: str, form: str, tensor: int, pipeline: int) -> None:

@@ -79,6 +79,7 @@ def test_short_pieces_and_too_many_pieces(tmp_path: Path, choice: ContaminationC
     assert [detail.split(":")[0] for detail in details] == ["0 pieces left", "11 pieces left"]
 
 
+@pytest.mark.full
 def test_common_phrases_stay(tmp_path: Path, choice: ContaminationChoice) -> None:
     texts = [f"{sentences(number, 30)} {PHRASE} {sentences(100 + number, 30)}" for number in range(11)]
     texts.append(f"{sentences(50)} {QUESTION}")

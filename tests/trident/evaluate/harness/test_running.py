@@ -50,6 +50,7 @@ def figures(path: Path) -> dict[str, float]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_command_of_the_guide_finds_on_one_process_what_ranks_find(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -102,6 +102,7 @@ def test_scores_are_log_probabilities_of_the_targets(single: Any) -> None:
         assert score.tokens == len(query.targets) and later.logprob != score.logprob
 
 
+@pytest.mark.full
 def test_every_layout_and_zero_stage_gives_the_same_scores_and_trains_on(single: Any) -> None:
     expected, curve, undisturbed = single
     assert curve == undisturbed

@@ -43,6 +43,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_results_join_the_metrics_and_leave_training_as_it_was(
     corpus: TinyCorpus, tasks_file: Path, tmp_path: Path
 ) -> None:

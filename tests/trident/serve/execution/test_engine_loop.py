@@ -19,7 +19,7 @@ from trident.serve.execution.engine_loop import (
     Command,
     EngineLoop,
     FairQueue,
-    Refused,
+    RejectedSequence,
     Stop,
 )
 
@@ -35,7 +35,7 @@ def requests(job: str, count: int, tokens: int = 3, prompt: tuple[int, ...] = (5
     return tuple(Request(f"{job}/{place}", prompt, tokens, Sampling(), place) for place in range(count))
 
 
-def run(engine: FakeEngine, *commands: Command, most_running: int = 2) -> list[Arrival]:
+def run(engine: FakeEngine, *commands: Command, max_running: int = 2) -> list[Arrival]:
     """What is delivered when the loop finds these commands and is stopped once everything has ended."""
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     for command in commands:
@@ -45,7 +45,7 @@ def run(engine: FakeEngine, *commands: Command, most_running: int = 2) -> list[A
     def deliver(arrivals: Sequence[Arrival]) -> None:
         found.extend(arrivals)
 
-    loop = EngineLoop(inbox, deliver, most_running, check_idle=lambda: inbox.put(Stop()))
+    loop = EngineLoop(inbox, deliver, max_running, check_idle=lambda: inbox.put(Stop()))
     loop.run(engine)
     assert (loop.load.running, loop.load.waiting) == (0, 0) and loop.load.steps == engine.steps
     return found
@@ -85,7 +85,7 @@ def test_a_cancelled_sequence_is_dropped_wherever_it_is() -> None:
 
 def test_a_refusal_of_the_engine_is_delivered() -> None:
     found = run(FakeEngine(), Add("a", requests("a", 1, prompt=(WRONG_TOKEN,))), Add("b", requests("b", 1)))
-    assert isinstance(found[0], Refused) and found[0].request_id == "a/0" and "token 598" in found[0].reason
+    assert isinstance(found[0], RejectedSequence) and found[0].request_id == "a/0" and "token 598" in found[0].reason
     assert [arrival.request_id for arrival in found[1:]] == ["b/0"] * 3
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.inference.generation import GeneratedToken, Request
 from megatron.inference.sampling import Sampling
-from trident.serve.execution.engine_loop import Add, Cancel, Command, Refused
+from trident.serve.execution.engine_loop import Add, Cancel, Command, RejectedSequence
 from trident.serve.execution.jobs import GenerationJob, Jobs
 from trident.serve.requests.limits import ServerLimits
 from trident.serve.requests.refusals import Refusal, stopping
@@ -34,7 +34,7 @@ def with_jobs(
     jobs = Jobs(commands, limits or ServerLimits())
 
     async def whole() -> None:
-        with jobs.opened("x", requests(count)) as job:
+        with jobs.open("x", requests(count)) as job:
             await act(jobs, job)
 
     try:
@@ -92,7 +92,7 @@ def test_what_is_left_is_cancelled_when_the_request_is_closed() -> None:
 
 def test_a_sequence_that_the_engine_refuses_refuses_the_request() -> None:
     async def act(jobs: Jobs, job: GenerationJob) -> None:
-        jobs.arrive([Refused("x/0", "too long for the caches")])
+        jobs.arrive([RejectedSequence("x/0", "too long for the caches")])
         await anext(job.tokens())
 
     with pytest.raises(Refusal, match="too long for the caches") as caught:
@@ -111,10 +111,10 @@ def test_a_request_has_its_time() -> None:
 
 def test_too_many_sequences_are_refused() -> None:
     async def act(jobs: Jobs, job: GenerationJob) -> None:
-        with jobs.opened("y", requests(1)):
+        with jobs.open("y", requests(1)):
             pass
 
-    with pytest.raises(Refusal, match="2 answers are being computed or wait, and the server takes at most 2") as caught:
+    with pytest.raises(Refusal, match="2 answers are running or waiting, and the server takes at most 2") as caught:
         with_jobs(act, limits=ServerLimits(queued_sequences=2))
     assert caught.value.status == 503
 
@@ -123,7 +123,7 @@ def test_too_many_sequences_are_refused() -> None:
 def test_a_stopping_server_takes_nothing_new_and_may_end_what_runs(ends_all: bool) -> None:
     async def act(jobs: Jobs, job: GenerationJob) -> None:
         (jobs.end_all if ends_all else jobs.refuse_new)(stopping())
-        with pytest.raises(Refusal, match="The server is stopping"), jobs.opened("y", requests(1)):
+        with pytest.raises(Refusal, match="The server is stopping"), jobs.open("y", requests(1)):
             pass
         if ends_all:
             with pytest.raises(Refusal, match="The server is stopping"):

@@ -15,7 +15,7 @@ from trident.serve.requests.refusals import Refusal
 
 def test_an_object_is_read() -> None:
     body = '{"a": [1, {"b": "[[[[[[\\"{"}], "ş": null}'.encode()
-    assert read_object(body, most_depth=3) == json.loads(body)
+    assert read_object(body, max_depth=3) == json.loads(body)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_an_object_is_read() -> None:
 )
 def test_other_bodies_are_refused(body: bytes, says: str) -> None:
     with pytest.raises(Refusal, match=says) as caught:
-        read_object(body, most_depth=4)
+        read_object(body, max_depth=4)
     assert caught.value.status == 400
 
 
@@ -55,7 +55,7 @@ def test_hostile_bodies_take_linear_time() -> None:
     started_at = time.process_time()
     for body in bodies:
         with pytest.raises(Refusal):
-            JsonFields(read_object(body + b"}", most_depth=4)).whole("a", None, 0, 9)
+            JsonFields(read_object(body + b"}", max_depth=4)).integer("a", None, 0, 9)
     assert time.process_time() - started_at < 60
 
 
@@ -66,10 +66,10 @@ def test_hostile_bodies_take_linear_time() -> None:
         (lambda fields: fields.text("x"), "\ud800", "'x' holds half of a surrogate pair"),
         (lambda fields: fields.flag("x"), "true", "'x' must be true or false, not the text 'true'"),
         (lambda fields: fields.flag("x"), 1, "'x' must be true or false, not the number 1"),
-        (lambda fields: fields.whole("x", 1, 0, 9), True, "'x' must be an integer, not true"),
-        (lambda fields: fields.whole("x", 1, 0, 9), 2.5, "'x' must be an integer, not the number 2.5"),
-        (lambda fields: fields.whole("x", 1, 0, 9), 10, "'x' is 10, but must be from 0 to 9"),
-        (lambda fields: fields.whole("x", 1, 0, 9), [], "'x' must be an integer, not a list"),
+        (lambda fields: fields.integer("x", 1, 0, 9), True, "'x' must be an integer, not true"),
+        (lambda fields: fields.integer("x", 1, 0, 9), 2.5, "'x' must be an integer, not the number 2.5"),
+        (lambda fields: fields.integer("x", 1, 0, 9), 10, "'x' is 10, but must be from 0 to 9"),
+        (lambda fields: fields.integer("x", 1, 0, 9), [], "'x' must be an integer, not a list"),
         (lambda fields: fields.number("x", 1, 0, 2), 2.5, "'x' is 2.5, but must be from 0 to 2"),
         (lambda fields: fields.number("x", 1, 0, 2), False, "'x' must be a number, not false"),
         (lambda fields: fields.list_of("x", lambda one, _: one, 2), {}, "'x' must be a list, not an object"),
@@ -91,16 +91,16 @@ def test_a_wrong_value_is_named(read: Callable[[JsonFields], Any], value: Any, s
 def test_huge_numbers_are_out_of_bounds() -> None:
     for number in (b"9" * 400, b"-" + b"9" * 400, b"1e999"):
         with pytest.raises(Refusal, match="'x' is a number too large to be used; it must be from 0 to 9"):
-            JsonFields(read_object(b'{"x": ' + number + b"}", 4)).whole("x", 1, 0, 9)
+            JsonFields(read_object(b'{"x": ' + number + b"}", 4)).integer("x", 1, 0, 9)
 
 
 def test_right_values_are_returned() -> None:
     fields = JsonFields(
         {"text": "ş", "on": True, "count": 3.0, "share": 1, "list": ["a"], "nothing": None, "off": False}
     )
-    assert (fields.text("text"), fields.flag("on"), fields.whole("count", 0, 0, 9)) == ("ş", True, 3)
+    assert (fields.text("text"), fields.flag("on"), fields.integer("count", 0, 0, 9)) == ("ş", True, 3)
     assert fields.number("share", 0.5, 0, 1) == 1.0 and fields.list_of("list", checked_text, 1) == ["a"]
-    assert fields.text("nothing", "x") == "x" and fields.whole("absent", 4, 0, 9) == 4
+    assert fields.text("nothing", "x") == "x" and fields.integer("absent", 4, 0, 9) == 4
     fields.unsupported("off", "it is off", harmless=(False,))
     fields.finish()
 
@@ -109,7 +109,7 @@ def test_unread_fields_are_refused_with_the_known_ones() -> None:
     fields = JsonFields({"known": 1, "temprature": 2}, "place.")
     fields.value("known")
     with pytest.raises(
-        Refusal, match=r"'place\.temprature' is not a field of this request\. Known are known\."
+        Refusal, match=r"'place\.temprature' is not a field of this request\. Known fields: known\."
     ) as caught:
         fields.finish()
     assert caught.value.to_json()["error"] == {

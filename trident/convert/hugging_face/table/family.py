@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.flags.fields import MUST_MATCH, as_written, resume_rule
 from megatron.config.rules.checking import checked_model
-from megatron.config.sections.model import idle_fields
+from megatron.config.sections.model import unused_fields
 from megatron.errors import ConfigError, ConversionError
 from trident.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
 from trident.convert.hugging_face.table.tensors import TensorMapping
@@ -152,7 +152,7 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
     meaningless = {"add_bias_linear"}  # each kind of matrix has its own flag, derived from it
     meaningless |= {name for name in fields if "mup" in name.split("_")}  # they set learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
-    meaningless |= idle_fields(model).keys()
+    meaningless |= unused_fields(model).keys()
     if model.rope_original_max_positions is None:
         fields["rope_original_max_positions"] = model.max_position_embeddings
     if fields["rotary_base_windowed"] is None and scaling == "none":

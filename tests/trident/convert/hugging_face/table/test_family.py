@@ -81,7 +81,7 @@ def test_a_configuration_that_cannot_be_read_back_is_a_difference() -> None:
 
 def test_a_network_that_cannot_be_built_is_refused() -> None:
     config = {**GPT2.write_config(tiny_config()), "n_head": 5}
-    with pytest.raises(ConversionError, match="network that cannot be built: --hidden-size 32 cannot be divided among"):
+    with pytest.raises(ConversionError, match="network that cannot be built: --hidden-size 32 is not divisible by"):
         GPT2.read_config(config)
 
 

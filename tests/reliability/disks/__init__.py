@@ -1,1 +1,0 @@
-"""Disks that lose power or are full."""
