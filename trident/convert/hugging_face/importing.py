@@ -100,9 +100,9 @@ def import_model(request: ModelImportRequest) -> Path:
         record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, family.model_type)
         paddings = range(model.vocab_size)  # any padding token of the model
         expected = expected_logits(ProofSide(family, source, model, tokenizer, paddings, request.proof_layers))
-        pieces = ImportedPieces(tensors, stored)
+        snapshot = ImportedPieces(tensors, stored).snapshot()
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
-        saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())
+        saved = write_snapshot(temporary, 0, snapshot, record.to_json(), ParallelMesh.single())
         proof = prove(expected, saved, read_manifest(saved))
         write_text(temporary / PROOF_NAME, proof_text(proof))
     return request.target

@@ -82,24 +82,24 @@ class Expected:
 
 
 def expected_logits(side: ProofSide, attention: str | None = None) -> Expected:
-    """Has `transformers` compute logits of a model directory.
+    """Computes the logits of a model directory with `transformers`.
 
     Args:
-        attention: its implementation; by default sdpa, where that computes what the configuration says.
+        attention: its implementation; default: sdpa, if it supports the configuration.
 
     Raises:
-        ConversionError: it cannot load the directory, or the logits are all 0 or no numbers.
+        ConversionError: it cannot load the directory, or the logits are all 0 or NaN.
     """
     model = side.shortened
     batches = tuple(proof_batches(model, side.tokenizer, side.family.padding_id))
-    # transformers has no sdpa that caps scores, and computes without the cap where it is asked for.
-    usual = "sdpa" if model.attention_logit_softcap is None else "eager"
+    # transformers' sdpa silently ignores soft caps of scores.
+    default = "sdpa" if model.attention_logit_softcap is None else "eager"
     log.info(f"transformers computes logits of {model.num_layers} layers over {batches[-1].tokens.shape[1]} tokens")
     logits = reference_logits(
         side.folder,
         _shortened_config(side),
         batches,
-        attention or usual,
+        attention or default,
         auto_class(model),
         paddings=side.paddings,
         is_shortened=model.num_layers < side.model.num_layers,

@@ -81,7 +81,7 @@ def reference_logits(
         attention: sdpa (or the family's replacement), or eager.
         auto_class: the class that loads it, see `auto_class`.
         paddings: allowed padding tokens, whose embeddings transformers does not train.
-        is_shortened: there are fewer layers than in the files, so that tensors are unused.
+        is_shortened: the configuration has fewer layers than the files, so that tensors are unused.
         is_ignored: returns True for stored buffers of the family, which may be unused.
 
     Raises:

@@ -62,8 +62,8 @@ class FileTensor:
         item_bytes = ITEM_BYTES[self.dtype]
         first_bytes = self.start_bytes + part.first_row * math.prod(self.shape[1:]) * item_bytes
         box = tuple(high - low for low, high in zip(start, stop, strict=True))
-        piece = PieceKey(self.name, "weight", part.ordered_shape, start, stop, 0, math.prod(box))
-        copies = shared_copies(whole(self.name, "weight", part.ordered_shape), piece)
+        key = PieceKey(self.name, "weight", part.ordered_shape, start, stop, 0, math.prod(box))
+        copies = shared_copies(whole(self.name, "weight", part.ordered_shape), key)
         values = torch.empty(math.prod(box), dtype=TORCH_TYPES[self.dtype])
         target = values.view(torch.uint8).numpy().data
         try:
@@ -85,7 +85,7 @@ def read_weight_files(folder: Path, tied_head: str = "") -> dict[str, FileTensor
         tied_head: a tensor that some writers list in the index without storing it.
 
     Raises:
-        ConversionError: there are no safetensors files, one is missing or damaged, or two hold the same tensor.
+        ConversionError: a safetensors file is missing or damaged, or two hold the same tensor.
     """
     tensors: dict[str, FileTensor] = {}
     weight_map = _weight_map(folder)
