@@ -65,7 +65,7 @@ CAMPAIGNS: Mapping[str, Entry] = {
 class CampaignFlags(ConfigSection):
     """The campaign to run and the number of its cases."""
 
-    name: str = flag("", "the campaign to run", choices=("", *CAMPAIGNS))
+    name: str | None = flag(None, "the campaign to run", choices=tuple(CAMPAIGNS))
     list: bool = flag(False, "list the campaigns")
     cases: int | None = flag(None, "the number of cases", at_least=1)
     seed: int = flag(1, "the same seed and number give the same case", at_least=0)
