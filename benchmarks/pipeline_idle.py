@@ -144,10 +144,10 @@ def run(axis: Axis, flags: IdleFlags, name: str, chunks_per_rank: int) -> tuple[
     losses: Any = SimpleNamespace(
         settings=settings,
         seed=lambda: torch.ones(()),
-        companion=None,
+        auxiliary_network=None,
         context_of=lambda each: each.context(settings, 1.0),
-        take_auxiliary=lambda auxiliary: None,
-        of=lambda outputs, targets, given: outputs.sum(),
+        add_auxiliary=lambda auxiliary: None,
+        loss=lambda outputs, targets, extra_targets: outputs.sum(),
     )
     layers = [layer for layer in runner.stack.modules() if isinstance(layer, SleepingLayer)]
     steps = []

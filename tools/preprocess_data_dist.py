@@ -139,7 +139,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     from megatron.tokenizers.tokenizer import TokenizerChoice
     from trident.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
     from trident.corpus.preprocess.encode import EncodeOptions
-    from trident.corpus.preprocess.preprocess_corpus import warn_of_no_tokens
+    from trident.corpus.preprocess.preprocess_corpus import warn_if_no_tokens
     from trident.corpus.preprocess.sentences import SentenceSplitter
     from trident.corpus.workers.progress_line import ProgressLine
 
@@ -160,7 +160,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
         f"{result.empty} empty documents and {result.skipped} bad lines left out."
     )
     if ranks.rank == 0:
-        warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
+        warn_if_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
 
 
 def _line_writer(interval_seconds: int) -> Callable[[str], None]:

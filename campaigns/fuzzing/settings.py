@@ -137,7 +137,7 @@ def read_store(folder: Path, undamaged: Path, draw: Random) -> None:
     address = StoreAddress.of(path)
     check(_PASSWORD not in f"{address!r} {address.shown}", "the address shows its password")
     json.dumps([address.shown, address.only("x")]).encode()
-    reveal(address.place).encode()
+    reveal(address.target).encode()
 
 
 def _use(words: list[str], path: Path) -> RunConfig:

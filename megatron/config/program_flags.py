@@ -1,12 +1,11 @@
-"""Reading a program's own flags and, on the same line, any of the trainer's.
+"""Parsing of a program's own flags together with the trainer's.
 
-A program is three lines: `begin_rank()`, `read_program`, and `pretrain_gpt.train` with the words of its own flags
-followed by the trainer's words, which win. What a program merely prefers to the trainer's default belongs in the
-`defaults` of its `Program`, where a preset, a file or a flag wins, and not in `words`.
+A program calls `begin_rank()`, `read_program`, and `pretrain_gpt.train` with the arguments from its own flags
+followed by the trainer's arguments, which override them. Defaults that presets and files may override belong in the
+`defaults` of its `Program`, not in `trainer_arguments`.
 
-Upstream's tools take all of the trainer's flags as well (`parse_over`). Here the checkpoint already holds their values;
-a flag that is given anyway must agree with the network, or it changes what may be changed (tokenizer files that moved,
-seed, dtype, layout): `with_overrides`.
+Tools accept the trainer's flags as well, as upstream's do (`parse_over`). The checkpoint holds their values; a given
+flag must match the network, or overrides what may change: tokenizer files, seed, dtype, layout (`with_overrides`).
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from megatron.config.sections.parallel import ParallelRequest, without_training
 from megatron.errors import ConfigError
 from megatron.secret_text import reveal
 
-_OWN = "own."
+_PROGRAM = "program."
 _GIVEN = "_given"
-# What a tool leaves as it was in training, except for the fields named.
-_HOW_IT_WAS_TRAINED = frozenset(
+# Sections that a tool does not override, except for _VOCABULARY_PADDING.
+_TRAINING_SECTIONS = frozenset(
     {"parallel", "optim", "files", "loading", "saving", "evaluation", "stopping", "safety", "report"}
 )
 _VOCABULARY_PADDING = frozenset({"make_vocab_size_divisible_by", "pad_vocab_size_to"})
@@ -45,15 +44,15 @@ class ProgramFlags(ConfigSection, ABC):
 
     @property
     def given(self) -> frozenset[str]:
-        """The fields that the command line set; without one, those that differ from their defaults."""
-        read = vars(self).get(_GIVEN)
-        if read is not None:
-            return read  # type: ignore[no-any-return]
+        """The fields set on the command line; without one, those that differ from their defaults."""
+        given = vars(self).get(_GIVEN)
+        if given is not None:
+            return given  # type: ignore[no-any-return]
         return frozenset(entry.field for entry in flags_of(type(self)) if getattr(self, entry.field) != entry.default)
 
     @abstractmethod
     def trainer_arguments(self) -> list[str]:
-        """The trainer's command line that these flags translate to."""
+        """The arguments of the trainer that these flags translate to."""
 
 
 Flags = TypeVar("Flags", bound=ProgramFlags)
@@ -62,83 +61,83 @@ Flags = TypeVar("Flags", bound=ProgramFlags)
 def read_program(
     cls: type[Flags], argv: Sequence[str], prog: str, description: str, *, positional: str | None = None
 ) -> tuple[Flags, list[str]]:
-    """Reads a program's command line; prints the help and exits for `--help`.
+    """Parses a program's command line; prints the help and exits for `--help`.
 
-    A flag of the trainer is not available under a spelling that the program uses itself.
+    Spellings of the program's own flags hide the trainer's.
 
     Args:
-        positional: the flag that words before the first flag belong to.
+        positional: the flag that receives arguments before the first flag.
 
     Returns:
-        the program's own flags, and the words of the trainer's flags as they were given.
+        The program's own flags, and the arguments for the trainer.
 
     Raises:
-        ConfigError: with everything that is wrong with the program's own flags and unknown or unreadable flags, at
-            once. The rules of the trainer's flags are checked where its words are parsed.
+        ConfigError: with all problems of the program's own flags, and all unknown or unreadable flags. Rules of the
+            trainer's flags are checked where its arguments are parsed.
     """
     if positional is not None and argv and not argv[0].startswith("-"):
         argv = [positional, *argv]
-    instance, values, reading, problems = read_with_trainer(cls, argv, prog, description, "of the trainer")
+    instance, values, parsed, problems = read_with_trainer(cls, argv, prog, description, "of the trainer")
     if problems:
         raise ConfigError(problems)
     instance.set_derived(_GIVEN, frozenset(values))
-    words = [_as_written(option, given) for name, option, given in reading.occurrences if not name.startswith(_OWN)]
-    return instance, [word for group in words for word in group]
+    groups = [_as_written(option, given) for name, option, given in parsed.occurrences if not name.startswith(_PROGRAM)]
+    return instance, [argument for group in groups for argument in group]
 
 
 def read_with_trainer(
     cls: type[Instance], argv: Sequence[str], prog: str, description: str, title: str
 ) -> tuple[Instance, dict[str, Any], ParsedCommandLine, list[str]]:
-    """Reads a program's own flags, a dataclass of `flag()` fields, and the trainer's flags that it does not replace.
+    """Parses a program's own flags, a dataclass of `flag()` fields, and the trainer's flags that they do not hide.
 
     Args:
-        title: what the help writes in front of the areas of the trainer's flags.
+        title: prefix of the help groups of the trainer's flags.
 
     Returns:
-        The program's own flags, unchecked; the values that were given for them; what the whole command line said; and
-        what is wrong with it, except for the rules between the trainer's flags.
+        The program's own flags, unchecked; the values given for them; the parsed command line; and its problems,
+        without those of rules between the trainer's flags.
     """
-    own = {_OWN + flag.field: flag for flag in flags_of(cls)}
-    taken = {spelling for flag in own.values() for spelling in flag.spellings}
+    program = {_PROGRAM + flag.field: flag for flag in flags_of(cls)}
+    taken = {spelling for flag in program.values() for spelling in flag.spellings}
     trainer = {name: flag for name, flag in known_flags().items() if taken.isdisjoint(flag.spellings)}
     groups = [
-        *((area, [_OWN + name for name in names]) for area, names in areas_of(cls)),
+        *((area, [_PROGRAM + name for name in names]) for area, names in areas_of(cls)),
         *((f"{title}: {area}", [name for name in names if name in trainer]) for area, names in help_groups()),
     ]
     hidden = [name for name in legacy_flags() if name in trainer]
-    reading = read_command_line(
-        {**own, **trainer}, argv, prog=prog, description=description, groups=groups, hidden=hidden
+    parsed = read_command_line(
+        {**program, **trainer}, argv, prog=prog, description=description, groups=groups, hidden=hidden
     )
-    values = {name.removeprefix(_OWN): value for name, value in reading.values.items() if name.startswith(_OWN)}
-    missing = {flag.field for flag in own.values() if flag.required and flag.field not in values}
+    values = {name.removeprefix(_PROGRAM): value for name, value in parsed.values.items() if name.startswith(_PROGRAM)}
+    missing = {flag.field for flag in program.values() if flag.required and flag.field not in values}
     instance = build_unchecked(cls, values)
     problems = [
-        *reading.problems,
-        *missing_problems(own.values(), values, reading.broken),
-        *relevant_problems([instance], values, reading.broken | missing),
+        *parsed.problems,
+        *missing_problems(program.values(), values, parsed.broken),
+        *relevant_problems([instance], values, parsed.broken | missing),
     ]
-    return instance, values, reading, problems
+    return instance, values, parsed, problems
 
 
 def arguments_of(pairs: Mapping[str, Any]) -> list[str]:
-    """Options with their values as words of a command line; an option whose value is None is left out."""
+    """Command-line arguments for options and their values; options whose value is None are skipped."""
     given = {option: value for option, value in pairs.items() if value is not None}
     texts = {option: value if isinstance(value, str) else str(value) for option, value in given.items()}
-    return [word for option, text in texts.items() for word in _as_written(option, [text])]
+    return [argument for option, text in texts.items() for argument in _as_written(option, [text])]
 
 
 def flags_with_fields(argv: Sequence[str]) -> list[tuple[list[str], frozenset[str]]]:
-    """Each of the trainer's flags on a command line with its values, and the fields that it sets, by "section.field".
+    """The trainer's flags on a command line: the arguments of each, and the fields it sets, as "section.field".
 
-    Unknown flags are left out.
+    Skips unknown flags.
     """
     flags = known_flags()
-    reading = read_command_line(flags, argv, prog=None, description="", groups=[("", list(flags))])
-    found = []
-    for name, option, given in reading.occurrences:
-        ((meant,), _) = expand_shorthands([{name: reading.values.get(name)}], with_defaults=False)
-        found.append(([*_as_written(option, given)], frozenset(meant)))
-    return found
+    parsed = read_command_line(flags, argv, prog=None, description="", groups=[("", list(flags))])
+    flags_and_fields = []
+    for name, option, given in parsed.occurrences:
+        ((expanded,), _) = expand_shorthands([{name: parsed.values.get(name)}], with_defaults=False)
+        flags_and_fields.append(([*_as_written(option, given)], frozenset(expanded)))
+    return flags_and_fields
 
 
 def _as_written(option: str, given: Sequence[str]) -> Iterator[str]:
@@ -159,25 +158,25 @@ class ToolRequest(Generic[Instance]):
 
     @property
     def layout(self) -> ParallelRequest:
-        """The layout that the tool computes in, whatever the checkpoint was trained in."""
+        """The layout of the tool, independent of the checkpoint's."""
         given = {name.partition(".")[2]: value for name, value in self.given.items() if name.startswith("parallel.")}
         requested = ParallelRequest(**given)
         return without_training(requested, requested.tensor_model_parallel_size, requested.pipeline_model_parallel_size)
 
 
 def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description: str = "") -> ToolRequest[Instance]:
-    """Reads a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
+    """Parses a command line of a tool's own flags (a dataclass of `flag()` fields) and any of the trainer's.
 
     Raises:
         ConfigError: with all problems of the command line at once.
     """
     title = "of the trainer, from the checkpoint unless given"
-    instance, _, reading, problems = read_with_trainer(cls, argv, prog, description, title)
-    (given,), contradictions = expand_shorthands([reading.values], with_defaults=False)
+    instance, _, parsed, problems = read_with_trainer(cls, argv, prog, description, title)
+    (given,), contradictions = expand_shorthands([parsed.values], with_defaults=False)
     problems += contradictions
     for name, entry in legacy_flags().items():
-        option = reading.spellings.get(name, entry.flag.positive_name)
-        sentence = entry.sentence(option, reading.values.get(name, False))
+        option = parsed.spellings.get(name, entry.flag.positive_name)
+        sentence = entry.sentence(option, parsed.values.get(name, False))
         if sentence is not None and entry.status == REFUSED:
             problems.append(sentence)
     if problems:
@@ -187,27 +186,25 @@ def parse_over(cls: type[Instance], argv: Sequence[str], prog: str, description:
 
 
 def with_overrides(saved: RunConfig, given: Mapping[str, Any]) -> RunConfig:
-    """The checkpoint's configuration with the given flags of the model and the data in it.
+    """The checkpoint's configuration, with the given flags of the model and the data applied.
 
-    How the run was trained (its batch sizes, schedule, layout and files) stays as the checkpoint says.
+    Batch sizes, schedule, layout and files of the training run are kept.
 
     Raises:
-        ConfigError: a given flag contradicts the network in the checkpoint, or a value is illegal.
+        ConfigError: a given flag contradicts the network in the checkpoint, or a value is invalid.
     """
     problems = []
     architecture = {field.name for field in fields_of(type(saved.model)) if resume_rule(field) == MUST_MATCH}
     changes: dict[str, dict[str, Any]] = {}
     for name, value in given.items():
         section, _, field_name = name.partition(".")
-        if section in _HOW_IT_WAS_TRAINED and field_name not in _VOCABULARY_PADDING:
+        if section in _TRAINING_SECTIONS and field_name not in _VOCABULARY_PADDING:
             continue
         changes.setdefault(section, {})[field_name] = value
         before = getattr(getattr(saved, section), field_name)
         if section == "model" and field_name in architecture and value != before:
             option = f"--{field_name.replace('_', '-')}"
-            problems.append(
-                f"{option} {value} is given, but the checkpoint holds a network with {before}. Drop {option}."
-            )
+            problems.append(f"{option} {value} contradicts the checkpoint, whose network has {before}. Drop {option}.")
     if problems:
         raise ConfigError(problems)
     precision = changes.get("precision", {})

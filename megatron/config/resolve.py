@@ -1,4 +1,4 @@
-"""From a request to a run: what depends on the machine and the tokenizer is checked and filled in."""
+"""Resolves a request: checks and fills in what depends on the machine and the tokenizer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Resolved = TypeVar("Resolved", bound=ConfigSection)
 
 
 def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) -> RunConfig:
-    """Completes what was asked for with what the machine and the tokenizer decide.
+    """Completes a request for a machine and a tokenizer.
 
     Raises:
         ConfigError: with all problems at once.
@@ -36,7 +36,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
     vocabulary, provenance, vocabulary_notices = _vocabulary(request, tokenizer)
     problems = list(vocabulary_problems(request.parallel, vocabulary, tokenizer))
     misfits = world_problems(request, machine.world_size)
-    if misfits:  # nothing else can be said of a run whose number of replicas is not known
+    if misfits:  # further checks require a known number of replicas
         raise ConfigError([*supported_dtype(request, machine), *misfits, *problems])
     replicas = machine.world_size // request.parallel.replica_size
     micro, batch = batch_sizes(request.optim, replicas)
@@ -81,7 +81,7 @@ def resolve(request: RunRequest, machine: Machine, tokenizer: TokenizerFacts) ->
 
 
 def machine_problems(request: RunRequest, machine: Machine) -> Sequence[str]:
-    """Problems that `resolve` finds on a machine with any tokenizer."""
+    """Problems of a request on a machine, independent of the tokenizer."""
     try:
         resolve(request, machine, TokenizerFacts(request.model.vocab_size or 1, 0, "unknown"))
     except ConfigError as failure:
@@ -90,14 +90,14 @@ def machine_problems(request: RunRequest, machine: Machine) -> Sequence[str]:
 
 
 def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
-    """Gives a run of --epochs its length: it ends with the step that completes the last pass.
+    """Sets the length of a run with --epochs: it ends with the step that completes the last epoch.
 
     Args:
-        config: as `resolve` left it, without a length.
-        epoch_samples: samples of one pass over the training data.
+        config: the result of `resolve`, without a length.
+        epoch_samples: samples of one epoch of training data.
 
     Raises:
-        ConfigError: the warm-up is longer than the decay.
+        ConfigError: the warmup is longer than the decay.
     """
     epochs = config.finetuning.epochs
     if epochs is None or config.evaluation.eval_only:
@@ -114,7 +114,7 @@ def resolve_epochs(config: RunConfig, epoch_samples: int) -> RunConfig:
 def resolve_optim(
     request: OptimRequest, global_batch_size: int, tokens_per_sample: int, micro_batch_size: int | None = None
 ) -> OptimConfig:
-    """Completes the optimizer section of a run with these sizes; a run without a length plans no step."""
+    """Completes the optimizer section of a run with these sizes; a run without a length has no steps."""
     rate = request.min_lr if request.lr is None else request.lr
     resolved = _resolved(
         OptimConfig,
@@ -130,76 +130,74 @@ def resolve_optim(
 
 
 def _vocabulary(request: RunRequest, tokenizer: TokenizerFacts) -> tuple[int, Mapping[str, str], list[str]]:
-    """The entries of the network's vocabulary, the provenance of all fields, and what the user should know.
+    """The vocabulary size, the provenance of all fields, and notices for the user.
 
-    A preset gives the shape of a network and not its vocabulary: the tokenizer of a run is seldom the published one,
-    and entries that no token has would cost memory and time. A number that is given holds.
+    The vocabulary size of a preset is replaced by the tokenizer's, which is rarely the published one: unused entries
+    would cost memory and time. An explicit --vocab-size is kept.
     """
-    asked, place = request.model.vocab_size, "model.vocab_size"
+    requested, name = request.model.vocab_size, "model.vocab_size"
     notices = []
-    if request.provenance.get(place) != PRESET:
-        if asked is not None and asked < tokenizer.vocab_size:
+    if request.provenance.get(name) != PRESET:
+        if requested is not None and requested < tokenizer.vocab_size:
             notices.append(
-                f"--vocab-size {asked} leaves out {tokenizer.vocab_size - asked} of the tokenizer's "
-                f"{tokenizer.vocab_size} tokens. Data that contain them are refused."
+                f"--vocab-size {requested} excludes {tokenizer.vocab_size - requested} of the tokenizer's "
+                f"{tokenizer.vocab_size} tokens. Data that contains them is refused."
             )
-        return asked or tokenizer.vocab_size, request.provenance, notices
-    if asked is not None and asked != tokenizer.vocab_size:
+        return requested or tokenizer.vocab_size, request.provenance, notices
+    if requested is not None and requested != tokenizer.vocab_size:
         notices.append(
-            f"--model-preset {request.files.model_preset} was published with a vocabulary of {asked}; this network "
-            f"has the tokenizer's {tokenizer.vocab_size} tokens. Give --vocab-size {asked} for the published network."
+            f"--model-preset {request.files.model_preset} was published with a vocabulary of {requested}; this network "
+            f"has the tokenizer's {tokenizer.vocab_size} tokens. Use --vocab-size {requested} for the published "
+            "network."
         )
-    return tokenizer.vocab_size, {**request.provenance, place: DEFAULT}, notices
+    return tokenizer.vocab_size, {**request.provenance, name: DEFAULT}, notices
 
 
 def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Resolved:
-    """A section with the fields of the request and the values that were computed."""
+    """A section with the fields of the request and the computed values."""
     same = {field.name: getattr(request, field.name) for field in fields_of(type(request))}
     return cls(**{**same, **values})
 
 
 def _hang_timeout(request: RunRequest, machine: Machine) -> float:
-    """Seconds without progress after which the run ends; before a collective times out, whose error names no cause.
-
-    A single process has no one waiting for it, so it has a limit only if one is given.
-    """
-    asked = request.safety.hang_timeout_seconds
-    if asked is None:
+    requested = request.safety.hang_timeout_seconds
+    if requested is None:
+        # Less than the timeout of collectives, whose error does not name the cause.
         return request.parallel.distributed_timeout_minutes * 30.0 if machine.world_size > 1 else 0.0
-    return asked
+    return requested
 
 
 def _skip_notices(request: RunRequest, optim: OptimConfig) -> Iterator[str]:
-    """Ranges of `--skip-train-iteration-range` that a run from the start does not get beyond."""
+    """Notices about ranges of `--skip-train-iteration-range` at or after the end of the run."""
     if request.evaluation.eval_only or request.finetuning.epochs:
         return
     lengths = {"--train-samples": optim.train_samples, "--train-tokens": optim.train_tokens}
     lengths["--train-iters"] = None if optim.is_counted_in_samples else optim.given_iters
     length = " ".join(f"{name} {value}" for name, value in lengths.items() if value)
     for (first, last), is_reached in ranges_at_the_end(optim, request.safety.skip_ranges):
-        effect = "it leaves no data, so the run ends" if is_reached else "the run ends"
+        effect = "no data is left, so the run ends" if is_reached else "the run ends"
         yield f"--skip-train-iteration-range {first}-{last} has no effect: {effect} before step {first} ({length})."
 
 
 def _backend(request: RunRequest, machine: Machine) -> tuple[str, list[str]]:
-    asked = request.parallel.distributed_backend
-    if asked == "nccl" and machine.device_type != "cuda":
-        return "gloo", ["--distributed-backend nccl needs CUDA, and this machine has none: gloo is used."]
-    return asked or ("nccl" if machine.device_type == "cuda" else "gloo"), []
+    requested = request.parallel.distributed_backend
+    if requested == "nccl" and machine.device_type != "cuda":
+        return "gloo", ["--distributed-backend nccl requires CUDA, which is not available: gloo is used."]
+    return requested or ("nccl" if machine.device_type == "cuda" else "gloo"), []
 
 
 def _zero_stage(request: RunRequest) -> tuple[int, list[str]]:
     if request.parallel.zero_stage == 0 and request.precision.dtype_name != "float32":
         notice = (
-            f"--zero-stage 0 in {request.precision.dtype_name} runs as stage 1 with float32 accumulation: DeepSpeed's "
-            "half-precision optimizer without ZeRO gets the first step wrong."
+            f"--zero-stage 0 in {request.precision.dtype_name} runs as stage 1 with float32 accumulation: the first "
+            "step of DeepSpeed's half-precision optimizer without ZeRO is wrong."
         )
         return 1, [notice]
     return request.parallel.zero_stage, []
 
 
 def _offloading(request: RunRequest, machine: Machine) -> tuple[bool, list[str]]:
-    """Whether the optimizer's state has a device to leave."""
+    """Returns if the optimizer state is offloaded, and notices."""
     if not request.parallel.cpu_optimizer or machine.device_type == "cuda":
         return request.parallel.cpu_optimizer, []
-    return False, ["--cpu-optimizer: this machine has no GPU, so the optimizer's state is in its memory already."]
+    return False, ["--cpu-optimizer has no effect without a GPU: the optimizer state is in host memory already."]

@@ -1,4 +1,4 @@
-"""What a resume does with each field: must match, may change, or taken from the checkpoint."""
+"""Comparison of configurations on resume: fields that must match, may change, or come from the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.config.sections.optim import OptimConfig
 from megatron.config.sections.optimizers import AVERAGING
 from megatron.errors import ConfigError, printable
 
-# The learning-rate schedule; taken from the checkpoint with --use-checkpoint-lr-scheduler.
+# Taken from the checkpoint with --use-checkpoint-lr-scheduler.
 SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
@@ -38,7 +38,7 @@ SCHEDULE_FIELDS = (
 )
 _LONGEST_SHOWN = 1000  # characters of a value
 _STATE_MUST_MATCH = "must match unless --no-load-optim or --finetune"
-# These may change, and a user who did not intend it will want to know.
+# These may change, with a notice.
 _NOTABLE = frozenset(
     {
         *SCHEDULE_FIELDS,
@@ -77,11 +77,11 @@ _NOTABLE = frozenset(
 def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     """Compares the configuration a checkpoint was saved with (`RunConfig.to_json`) with the current one.
 
-    Both should be resolved. Returns the configuration to continue with: the current one, with the fields that are
-    taken from the checkpoint, and a notice for every change that affects training.
+    Both must be resolved. Returns the current configuration with the fields that come from the checkpoint, and a notice
+    for every change that affects training.
 
     Raises:
-        ConfigError: fields that must match differ; one sentence for each, with both values.
+        ConfigError: fields that must match differ, with a sentence for each.
     """
     problems: list[str] = []
     notices: list[str] = []
@@ -90,7 +90,7 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
     if values["bidirectional"] != current.model.bidirectional:
         held, program = ("an encoder", "pretrain_bert.py") if values["bidirectional"] else ("a GPT", "pretrain_gpt.py")
         raise ConfigError(
-            f"the checkpoint holds {held}, and this run trains another kind of network. Continue it with {program}, or "
+            f"the checkpoint holds {held}, but this run trains another kind of network. Resume it with {program}, or "
             "load another checkpoint (--load)."
         )
     for section, field, then, now in _differences(values, current):
@@ -104,16 +104,16 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
             and current.was_given(f"{section}.{field.name}")
         ):
             problems.append(
-                f"{name} {_shown(now)} is given, and the checkpoint was saved with {_shown(then)}, which must stay. "
-                f"Drop {name} or give {_shown(then)}."
+                f"{name} {_shown(now)} contradicts the checkpoint, which was saved with {_shown(then)}. Drop {name}, "
+                f"or set it to {_shown(then)}."
             )
         elif rule == FROM_CHECKPOINT:
             taken.setdefault(section, {})[field.name] = then
-            notices.append(f"{name} {_shown(then)} is taken from the checkpoint in place of {_shown(now)}.")
+            notices.append(f"{name} {_shown(then)} is taken from the checkpoint instead of {_shown(now)}.")
         elif field.name in ("train_iters", "train_tokens") and current.finetuning.epochs is not None:
             continue  # they follow from the epochs
         elif field.name in _notable(current) and not (current.loading.finetune or current.evaluation.eval_only):
-            notices.append(f"{name} is {_shown(now)} now; the checkpoint was saved with {_shown(then)}.")
+            notices.append(f"{name} changed from {_shown(then)} in the checkpoint to {_shown(now)}.")
     if current.optim.use_checkpoint_lr_scheduler:
         problems.extend(_schedule_problems(values, current.optim))
         _fix_decay(values, current.optim, taken)
@@ -132,23 +132,19 @@ def check_resume(saved: Mapping[str, Any], current: RunConfig) -> RunConfig:
 def architecture_differences(saved: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yields (field, value, other value) wherever two saved configurations describe different networks."""
     one, two = _saved_values(saved), _saved_values(other)
-    idle = unused_fields(build_unchecked(ModelRequest, {name: frozen(value) for name, value in one.items()}))
+    unused = unused_fields(build_unchecked(ModelRequest, {name: frozen(value) for name, value in one.items()}))
     for field in fields_of(ModelConfig):
-        if field.name in idle:
+        if field.name in unused:
             continue
         is_context = field.name == "max_position_embeddings" and one.get("position_embedding_type") != LEARNED
         if is_context and one.get("rope_scaling_type") == "none":
-            continue  # no weight and no frequency depends on it
+            continue  # neither weights nor frequencies depend on it
         if resume_rule(field) == MUST_MATCH and one.get(field.name) != two.get(field.name):
             yield field.name, one.get(field.name), two.get(field.name)
 
 
 def _saved_values(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved values by name, including fields of the architecture that an older version did not have.
-
-    Such a version built the network that the defaults describe, in particular with the activation that follows from
-    its two flags of GELU.
-    """
+    """The saved values by name, with defaults for architecture fields that an older version did not have."""
     values = {name: value for _, name, value in saved_fields(saved)}
     names = [field.name for field in fields_of(ModelRequest)]
     model = build_unchecked(ModelRequest, {name: frozen(values[name]) for name in names if name in values})
@@ -160,10 +156,10 @@ def _differences(
     saved: Mapping[str, Any], current: RunConfig
 ) -> Iterator[tuple[str, dataclasses.Field[Any], Any, Any]]:
     """Yields (section, field, saved value, current value) wherever both are known and differ."""
-    idle = unused_fields(current.model)
+    unused = unused_fields(current.model)
     for section, cls in sections_of(RunConfig).items():
         for field in fields_of(cls):
-            if section == "model" and field.name in idle:
+            if section == "model" and field.name in unused:
                 continue
             now = plain(getattr(getattr(current, section), field.name))
             if field.name in saved and not _is_same(field.name, saved[field.name], now):
@@ -175,7 +171,7 @@ def _is_same(name: str, then: Any, now: Any) -> bool:
 
 
 def _notable(current: RunConfig) -> frozenset[str]:
-    """The fields whose change is said; the micro-batch is among them where experts are balanced over its tokens."""
+    """Fields whose change gets a notice, including the micro-batch size if experts are balanced over it."""
     scope = current.model.moe_aux_loss_scope if current.model.expert_counts else None
     return _NOTABLE | {"micro_batch_size"} if scope == MICRO_BATCH else _NOTABLE
 
@@ -183,7 +179,7 @@ def _notable(current: RunConfig) -> frozenset[str]:
 def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> str:
     if current.optim.use_checkpoint_lr_scheduler and section == "optim" and field.name in SCHEDULE_FIELDS:
         return FROM_CHECKPOINT
-    # A mean of the iterates is computed with β₁ from the state.
+    # The average of the iterates is derived from the state with β₁.
     if field.name == "optimizer" or (field.name == "adam_beta1" and current.optim.optimizer in AVERAGING):
         return _STATE_MUST_MATCH if current.loading.takes_optimizer_state else MAY_CHANGE
     if field.name == "max_position_embeddings" and current.model.position_embedding_type != LEARNED:
@@ -191,39 +187,39 @@ def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> st
             return FROM_CHECKPOINT
         return MUST_MATCH if current.model.rope_scaling_type != "none" else MAY_CHANGE
     if field.name == "split" and not current.data.data_path:
-        return MAY_CHANGE  # nothing is cut by it; the data plan compares the ranges themselves
+        return MAY_CHANGE  # unused; the data plan compares the ranges themselves
     return resume_rule(field)
 
 
 def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator[str]:
-    """Why the checkpoint's schedule would give other learning rates in the current run."""
+    """Differences with which the checkpoint's schedule would give other learning rates."""
     then, now = _unit(saved), _unit(vars(optim))
     by_samples = then != "iters"
     if by_samples != optim.is_counted_in_samples:
         yield (
-            f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is counted by --train-{then}, and --train-{now} "
-            f"is given. Use --train-{then}, or drop --use-checkpoint-lr-scheduler."
+            f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is measured in --train-{then}, but this run has "
+            f"--train-{now}. Use --train-{then}, or drop --use-checkpoint-lr-scheduler."
         )
     elif not by_samples and saved.get("global_batch_size", optim.global_batch_size) != optim.global_batch_size:
         then = saved["global_batch_size"]
         yield (
-            f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is counted in steps of {then} samples, and "
+            f"--use-checkpoint-lr-scheduler: the checkpoint's schedule is measured in steps of {then} samples, but "
             f"--global-batch-size is {optim.global_batch_size}. Use {then}, or drop --use-checkpoint-lr-scheduler."
         )
 
 
 def _fix_decay(saved: Mapping[str, Any], optim: OptimConfig, taken: dict[str, dict[str, Any]]) -> None:
-    """Fixes the length of a decay that was as long as the saved run, so that a longer run does not stretch it."""
+    """Keeps the length of a decay over the whole saved run, so that a longer run does not extend it."""
     unit = _unit(saved)
     if any(saved.get(f"lr_decay_{kind}") for kind in ("iters", "samples", "tokens")):
-        return  # it has a length of its own, which is taken over
+        return  # an explicit length is taken from the checkpoint
     length = saved.get("most_iters") or saved.get(f"train_{unit}")
     if length is not None and length != (optim.most_iters or getattr(optim, f"train_{unit}")):
         taken.setdefault("optim", {})[f"lr_decay_{unit}"] = length
 
 
 def _unit(optim: Mapping[str, Any]) -> str:
-    """What measures a run and its decay: samples, tokens or steps."""
+    """The unit of a run and its decay: samples, tokens or iters."""
     if optim.get("most_iters") is not None:
         return "iters"
     given = (unit for unit in ("samples", "tokens") if optim.get(f"train_{unit}") is not None)
@@ -234,19 +230,19 @@ def _must_match_sentence(section: str, field: dataclasses.Field[Any], then: Any,
     name = f"--{field.name.replace('_', '-')}"
     if "derived" in field.metadata:
         return (
-            f"{section}.{field.name} ({field.metadata['derived']}) is {_shown(now)} and the checkpoint was saved with "
-            f"{_shown(then)}. They must match; use the files the checkpoint was trained with, and its --vocab-size."
+            f"{section}.{field.name} ({field.metadata['derived']}) is {_shown(now)}, but the checkpoint was saved with "
+            f"{_shown(then)}. They must match: use the checkpoint's tokenizer files and --vocab-size."
         )
     if field.name == "split":
         then, now = shown_split(then), shown_split(now)
     hint = " To start a new run from its weights, use --finetune." if rule == RUN_MUST_MATCH else ""
-    hint = " To take only its weights, use --no-load-optim." if rule == _STATE_MUST_MATCH else hint
+    hint = " To load only its weights, use --no-load-optim." if rule == _STATE_MUST_MATCH else hint
     switch = isinstance(then, bool)
     fix = (name if then else f"--no-{field.name.replace('_', '-')}") if switch else f"{name} {_shown(then)}"
-    saved, remedy = (f"saved with {_shown(then)}", f"give {fix}")
+    saved, remedy = (f"saved with {_shown(then)}", f"use {fix}")
     if then is None:
-        saved, remedy = "saved without", f"leave out {name}"
-    return f"{name} is {_shown(now)} and the checkpoint was {saved}. They must match; {remedy}.{hint}"
+        saved, remedy = "saved without it", f"drop {name}"
+    return f"{name} is {_shown(now)}, but the checkpoint was {saved}. They must match: {remedy}.{hint}"
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, where each value came from, and the rules between sections."""
+"""The complete configuration: all sections, the provenance of values, and rules between sections."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Run = TypeVar("Run", bound="RunRequest")
 
 @dataclass(frozen=True)
 class RunRequest(RunSections):
-    """What was asked for: the flags and files of a run, before the machine and the tokenizer are known.
+    """The requested configuration from flags and files, before the machine and the tokenizer are known.
 
     Raises:
-        ConfigError: a rule is broken that holds for resolved runs too; all problems at once.
+        ConfigError: with all broken rules at once.
     """
 
     def __post_init__(self) -> None:
@@ -39,12 +39,12 @@ class RunRequest(RunSections):
             object.__setattr__(self, "parallel", parallel)
 
     def flat(self) -> dict[str, Any]:
-        """Every value by the name of its field, for logs."""
+        """All values by field name, for logs."""
         sections = (getattr(self, name) for name in sections_of(type(self)))
         return {name: value for section in sections for name, value in dataclasses.asdict(section).items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as JSON values; `from_json` reads it back."""
+        """Converts the configuration to JSON values for `from_json`."""
         saved: dict[str, Any] = {
             name: plain(dataclasses.asdict(getattr(self, name))) for name in sections_of(type(self))
         }
@@ -52,11 +52,11 @@ class RunRequest(RunSections):
 
     @classmethod
     def from_json(cls: type[Run], saved: Mapping[str, Any]) -> Run:
-        """Reads what `to_json` wrote; entries that an older version did not have get their defaults.
+        """Reads the result of `to_json`; fields that an older version did not have get their defaults.
 
         Raises:
-            ConfigError: an entry is unknown, so the text was written by a newer version, or is missing and has no
-                default, or a value breaks a rule.
+            ConfigError: an entry is unknown (written by a newer version), or missing without a default, or a value
+                breaks a rule.
         """
         sections = sections_of(cls)
         values: dict[str, dict[str, Any]] = {name: {} for name in sections}
@@ -65,8 +65,7 @@ class RunRequest(RunSections):
             if (section, name) not in known:
                 raise ConfigError(
                     f"the saved configuration has {printable(f'{section}.{name}', 80, quoted=False)} = "
-                    f"{printable(value, 80)}, which this version does not know. It "
-                    "was written by a newer version; use that one."
+                    f"{printable(value, 80)}, which is unknown: it was written by a newer version. Use that version."
                 )
             values[section][name] = frozen(value)
         built: dict[str, Any] = {name: _read_section(section, values[name]) for name, section in sections.items()}
@@ -75,7 +74,7 @@ class RunRequest(RunSections):
 
 @dataclass(frozen=True)
 class RunConfig(ResolvedSections, RunRequest):
-    """The resolved configuration of a run: what was asked for, with all that the machine and the tokenizer decide."""
+    """The resolved configuration of a run, with values that depend on the machine and the tokenizer."""
 
 
 def sections_of(cls: type[RunSections]) -> dict[str, type[ConfigSection]]:
@@ -86,16 +85,16 @@ def sections_of(cls: type[RunSections]) -> dict[str, type[ConfigSection]]:
 
 
 def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(section, field, value) of a saved configuration.
+    """Yields (section, field, value) of a saved configuration.
 
     Raises:
-        ConfigError: a section is no mapping, or a value is not of its field's type.
+        ConfigError: a section is not a mapping, or a value is not of its field's type.
     """
     for section, entries in saved.items():
         if not isinstance(entries, Mapping):
             raise ConfigError(
-                f"the saved configuration has {printable(section, 80, quoted=False)} = {printable(entries, 80)}, which "
-                "should hold fields by name. It is damaged; use another copy of it."
+                f"the saved configuration has {printable(section, 80, quoted=False)} = {printable(entries, 80)}, "
+                "expected fields by name. It is damaged; use another copy of it."
             )
         for name, value in entries.items():
             if section == "provenance":
@@ -107,7 +106,7 @@ def saved_fields(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 @functools.cache
 def _field_types() -> Mapping[str, tuple[Any, ...]]:
-    """The types of a saved value by field: those of a request, and of a resolved run."""
+    """The types of saved values by field, in requests and in resolved runs."""
     known: dict[str, tuple[Any, ...]] = {}
     for cls in (RunRequest, RunConfig):
         for section in sections_of(cls).values():
@@ -118,15 +117,15 @@ def _field_types() -> Mapping[str, tuple[Any, ...]]:
 
 def _check_saved(section: str, name: str, value: Any, hints: tuple[Any, ...]) -> None:
     if hints and not any(_is_of_type(value, hint) for hint in hints):
-        wanted = " or ".join(dict.fromkeys(hint.__name__ if isinstance(hint, type) else str(hint) for hint in hints))
+        expected = " or ".join(dict.fromkeys(hint.__name__ if isinstance(hint, type) else str(hint) for hint in hints))
         raise ConfigError(
             f"the saved configuration has {printable(f'{section}.{name}', 80, quoted=False)} = {printable(value, 80)}, "
-            f"which should be {wanted}. It is damaged; use another copy of it."
+            f"expected {expected}. It is damaged; use another copy of it."
         )
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value as JSON gives it back is one of a field's type."""
+    """Returns True if a value from JSON has the type of a field."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return any(_is_of_type(value, part) for part in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
@@ -142,7 +141,7 @@ def _is_of_type(value: Any, hint: Any) -> bool:
 
 
 def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> ConfigSection:
-    """Builds a section from saved values; one that was not saved has its default."""
+    """Builds a section from saved values, with defaults for missing ones."""
     missing = [
         field.name for field in fields_of(section) if field.default is dataclasses.MISSING and field.name not in values
     ]
@@ -152,12 +151,12 @@ def _read_section(section: type[ConfigSection], values: dict[str, Any]) -> Confi
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, the way JSON gives them back."""
+    """Converts tuples to lists, as in JSON."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def frozen(value: Any) -> Any:
-    """Lists as tuples, the way the sections hold them."""
+    """Converts lists to tuples, as in sections."""
     return tuple(frozen(item) for item in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The sections of a run, asked for or resolved, and where each of their values comes from."""
+"""The sections of a run, requested or resolved, and the provenance of their values."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ CHECKPOINT = "checkpoint"
 
 @dataclass(frozen=True)
 class RunSections:
-    """Every section of a run, whether or not the values can be combined: what rules read.
+    """All sections of a run, before rules between them are checked.
 
-    `provenance` maps "section.field" to given, file, preset, default or checkpoint. `notices` are sentences the user
-    should see once; `ignored` has one for each flag that was accepted and ignored, with the reason. `program`, which is
-    not saved, is what a program adds to the trainer.
+    Attributes:
+        provenance: "section.field" -> given, file, preset, default or checkpoint.
+        notices: sentences to show the user once.
+        ignored: a sentence with the reason for each ignored flag.
+        program: settings of the calling program; not saved.
     """
 
     model: ModelRequest
@@ -69,14 +71,14 @@ class RunSections:
     program: Program = field(default=NO_PROGRAM, compare=False)
 
     def was_given(self, section_field: str) -> bool:
-        """Whether "section.field" was set by the user, on the command line or in a file."""
+        """Returns True if the user set "section.field", on the command line or in a file."""
         return self.provenance.get(section_field, DEFAULT) != DEFAULT
 
     @property
     def requested_kernels(self) -> Mapping[str, str]:
-        """The implementation asked for, or `auto`, by operation.
+        """The requested implementation, or `auto`, by operation.
 
-        `--no-bias-gelu-fusion` asks for torch's activation, unless it only follows from layers without biases.
+        `--no-bias-gelu-fusion` requests torch's activation, unless it only follows from layers without biases.
         """
         requested, model = dict(self.kernels.requested), self.model
         without_fusion = self.was_given("model.bias_gelu_fusion") and not model.bias_gelu_fusion
@@ -86,13 +88,13 @@ class RunSections:
 
     @property
     def head_share(self) -> float:
-        """The share of the tokens that pass through the heads."""
+        """The fraction of tokens for which logits are computed."""
         return self.masking.mask_prob if self.loss.objective == MASKED else 1.0
 
 
 @dataclass(frozen=True)
 class ResolvedSections(RunSections):
-    """The sections with all that the machine and the tokenizer decide."""
+    """The sections, resolved for a machine and a tokenizer."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -102,15 +104,15 @@ class ResolvedSections(RunSections):
 
 @dataclass(frozen=True)
 class ReadFlags(RunSections):
-    """The sections as they were read, unchecked.
+    """The sections as read, unchecked.
 
     Attributes:
-        values: what was set, by "section.field", or "legacy.flag" for a flag without a field.
+        values: the values that were set, by "section.field", or "legacy.flag" for a flag without a field.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 def fields_of(section: type[ConfigSection]) -> tuple[dataclasses.Field[Any], ...]:
-    """All fields of a section, those that no flag sets included."""
+    """All fields of a section, including those without a flag."""
     return dataclasses.fields(section)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""The arithmetic of a run: learning rate, batch sizes, and the number of its steps and samples.
+"""Schedules of a run: learning rate, weight decay, batch sizes, and the number of steps and samples.
 
-Everything here is a pure function of the configuration and of what was consumed, so a resumed run needs no scheduler
-state. Consumed tokens that are left out are samples x sequence length; a curriculum by length makes them fewer. Two
-things differ from upstream on purpose: a step that is skipped because of an overflow consumed its samples and so
-advances the schedule, and the rate that is reported is the one that was applied (upstream prints the next step's).
+All functions are pure functions of the configuration and of consumed samples, so a resumed run needs no scheduler
+state. Omitted consumed tokens are samples x sequence length; they are fewer with a curriculum. Two differences from
+upstream are intentional: a step skipped after an overflow consumes its samples and so advances the schedule, and the
+reported learning rate is the one that was applied (upstream prints that of the next step).
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/microbatches.py, megatron/learning_rates.py and
 megatron/training.py; the inverse square root: deepspeedai's, megatron/optimizer_param_scheduler.py; the exponential:
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from megatron.config.sections.evaluation import EvaluationConfig
 from megatron.config.sections.optim import OptimConfig, OptimRequest
 
-# The share of the way from the lowest rate to the peak that is left after a share of the decay.
+# Decay functions: fraction of the decay -> remaining fraction of the range from minimum to peak rate.
 _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# The same for the decay at the end of WSD. Source: NVIDIA's Megatron-LM, `megatron/core/optimizer_param_scheduler.py`.
+# Annealing functions of WSD. Source: NVIDIA's Megatron-LM, `megatron/core/optimizer_param_scheduler.py`.
 _ANNEALINGS: Mapping[str, Callable[[float], float]] = {
     **_DECAYS,
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
@@ -36,15 +36,14 @@ StepRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """The course of the learning rate, counted in samples.
+    """Warmup and decay of the learning rate in samples.
 
-    A length in tokens is divided by the tokens of a sample and not rounded, so that the rate at every number of
-    consumed samples is the one that upstream computes from consumed tokens.
+    A length in tokens is divided by the tokens per sample without rounding, so that rates match those that upstream
+    computes from consumed tokens.
 
     Attributes:
-        warmup_samples: samples over which the rate rises from 0 to its peak; not always whole (a fraction of the
-            decay, or tokens).
-        decay_samples: samples after which the rate has reached its floor.
+        warmup_samples: samples over which the rate rises to its peak; possibly fractional.
+        decay_samples: samples after which the rate has reached its minimum.
     """
 
     warmup_samples: float
@@ -52,7 +51,7 @@ class LearningRateSchedule:
 
 
 def schedule(optim: OptimConfig) -> LearningRateSchedule:
-    """Warm-up and decay of the learning rate in samples, whatever unit they were given in."""
+    """Converts warmup and decay of the learning rate to samples."""
     in_samples = optim.is_counted_in_samples
     per_step = optim.global_batch_size
     decay: float
@@ -74,20 +73,20 @@ def schedule(optim: OptimConfig) -> LearningRateSchedule:
 def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
     """Learning rate of the step that starts after this many consumed samples and tokens.
 
-    The first step of a run with warm-up therefore runs at rate 0, as upstream's does. Parts of the schedule that are
-    given in tokens go by consumed tokens, the others by consumed samples.
+    The first step of a run with warmup has rate 0, as upstream. Parts of the schedule given in tokens use consumed
+    tokens, the others consumed samples.
     """
     course = schedule(optim)
     peak, floor = optim.lr, optim.min_lr
-    whole: float = consumed_samples  # consumed tokens in samples of full length
+    full_samples: float = consumed_samples  # consumed tokens in samples of full length
     if optim.curriculum_learning and consumed_tokens is not None:
-        whole = consumed_tokens / optim.tokens_per_sample
-    warming = whole if optim.warms_up_in_tokens else consumed_samples
+        full_samples = consumed_tokens / optim.tokens_per_sample
+    warming = full_samples if optim.warms_up_in_tokens else consumed_samples
     if course.warmup_samples > 0 and warming <= course.warmup_samples:
         return optim.lr_warmup_init + (peak - optim.lr_warmup_init) * warming / course.warmup_samples
     if optim.lr_decay_style == "constant":
         return peak
-    decaying = whole if optim.decays_in_tokens else consumed_samples
+    decaying = full_samples if optim.decays_in_tokens else consumed_samples
     if decaying > course.decay_samples:
         return max(floor, peak / 2) if optim.lr_decay_style == "exponential" else floor
     warmup = _warmup_of_decay(optim, course)
@@ -98,19 +97,19 @@ def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: in
         return max(floor, peak * 0.5**ratio)
     if optim.lr_decay_style == "WSD":
         length = annealing_samples(optim)
-        begin = course.decay_samples - length
-        share = 1.0 if decaying <= begin else _ANNEALINGS[optim.lr_wsd_decay_style]((decaying - begin) / length)
+        start = course.decay_samples - length
+        share = 1.0 if decaying <= start else _ANNEALINGS[optim.lr_wsd_decay_style]((decaying - start) / length)
         return floor + share * (peak - floor)
     return floor + _DECAYS[optim.lr_decay_style](ratio) * (peak - floor)
 
 
 def annealing_samples(optim: OptimConfig) -> int:
-    """How many samples the decay at the end of WSD takes; 0 with another style."""
+    """Samples of the annealing phase of WSD; 0 with another style."""
     return (optim.lr_wsd_decay_iters or 0) * optim.global_batch_size or optim.lr_wsd_decay_samples or 0
 
 
 def _warmup_of_decay(optim: OptimConfig, course: LearningRateSchedule) -> float:
-    """The warm-up in the measure of the decay, which is another one under a curriculum if only one is in tokens."""
+    """The warmup in the unit of the decay, which differs with a curriculum if only one of them is in tokens."""
     if not optim.curriculum_learning or optim.warms_up_in_tokens == optim.decays_in_tokens:
         return course.warmup_samples
     samples, tokens = 0.0, 0.0
@@ -148,9 +147,7 @@ def weight_decay(optim: OptimConfig, consumed_samples: int, consumed_tokens: int
 
 
 def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int]:
-    """The micro-batch and the global batch of a run; without --micro-batch-size, a replica takes its share of every
-    global batch in one forward pass.
-    """
+    """The micro-batch and global batch sizes; the former defaults to a replica's share of the global batch."""
     micro, batch = optim.micro_batch_size, optim.global_batch_size
     if batch is None:
         return micro or 1, (micro or 1) * replicas
@@ -158,10 +155,10 @@ def batch_sizes(optim: OptimRequest, replicas: int) -> tuple[int, int]:
 
 
 def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
-    """Samples of the step that starts after this many consumed samples.
+    """Global batch size of the step that starts after this many consumed samples.
 
-    With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT in equal shares of SAMPLES.
-    The division is upstream's floating-point one, so the sizes agree step by step.
+    With --rampup-batch-size START INCREMENT SAMPLES the size grows from START by INCREMENT at equal intervals within
+    SAMPLES. The floating-point division is upstream's, so the sizes agree step by step.
     """
     full = optim.global_batch_size
     if optim.rampup_batch_size is None:
@@ -174,7 +171,7 @@ def global_batch_size(optim: OptimConfig, consumed_samples: int) -> int:
 
 
 def ramp_up_batches(optim: OptimConfig, consumed_samples: int) -> Iterator[int]:
-    """Global batch sizes of the steps that start within the batch-size ramp-up, from this many consumed samples on."""
+    """Global batch sizes of the remaining steps in the batch-size ramp-up, from this many consumed samples on."""
     if optim.rampup_batch_size is None:
         return
     while consumed_samples <= optim.rampup_batch_size[2]:
@@ -184,7 +181,7 @@ def ramp_up_batches(optim: OptimConfig, consumed_samples: int) -> Iterator[int]:
 
 
 def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> int:
-    """Samples consumed after this many more steps."""
+    """Consumed samples after this many more steps."""
     for size in ramp_up_batches(optim, consumed_samples):
         if steps == 0:
             return consumed_samples
@@ -196,12 +193,7 @@ def samples_after(optim: OptimConfig, steps: int, consumed_samples: int = 0) -> 
 def step_segments(
     optim: OptimConfig, step: int = 0, consumed_samples: int = 0
 ) -> Iterator[tuple[int | None, int, int]]:
-    """The steps that follow, in step_segments that have one batch size and one length of samples.
-
-    Returns:
-        Of each stretch the number of steps, None for the last one, which has no end; the samples of a step, and the
-        tokens of a sample.
-    """
+    """Yields (steps, batch size, sequence length) for consecutive steps of equal sizes; the last has `steps` None."""
     for size in ramp_up_batches(optim, consumed_samples):
         step += 1
         yield 1, size, optim.length_of_step(step)
@@ -218,10 +210,10 @@ def is_done(
     ranges: Sequence[StepRange] = (),
     consumed_tokens: int | None = None,
 ) -> bool:
-    """Whether the planned steps, samples or tokens are used up.
+    """Returns True if the planned steps, samples or tokens are consumed.
 
-    A batch that would exceed --train-samples is not started; --train-tokens is reached by the last step, which may
-    exceed it. Data that one of `ranges` passes over before the next step counts as used.
+    A batch that would exceed --train-samples is not started; the last step may exceed --train-tokens. Data that one of
+    `ranges` skips before the next step counts as consumed.
 
     Source: deepspeedai's Megatron-DeepSpeed `megatron/training.py`, `train`, for tokens.
     """
@@ -241,10 +233,10 @@ def is_done(
 def planned_iterations(
     optim: OptimConfig, step: int = 0, consumed_samples: int = 0, consumed_tokens: int | None = None
 ) -> int:
-    """Steps at the end of training: those already taken plus those that the remaining samples or tokens allow.
+    """Total steps of training: completed steps plus those that the remaining samples or tokens allow.
 
-    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`; unlike there, a run that ends
-    inside the ramp-up stops before the first batch that would exceed --train-samples.
+    Source: bigscience Megatron-DeepSpeed `megatron/training.py`, `update_train_iters`; there, a run that ends within
+    the ramp-up exceeds --train-samples.
     """
     if optim.train_tokens is None and optim.train_samples is None:
         return optim.train_iters
@@ -263,7 +255,7 @@ def planned_iterations(
 
 
 def samples_per_epoch(epochs: int | None, optim: OptimConfig) -> int | None:
-    """Training samples of one pass of --epochs; None for a run of another length."""
+    """Training samples of one epoch of --epochs; None without --epochs."""
     if epochs is None or optim.train_tokens is None:
         return None
     return optim.train_tokens // optim.tokens_per_sample // epochs
@@ -278,20 +270,16 @@ def planned_samples(
     *,
     ranges: Sequence[StepRange] = (),
 ) -> tuple[int, int | None, int | None]:
-    """Samples that training, validation and test need over the whole run; what the index files are built for.
+    """Samples of training, validation and test over the whole run, for which index files are built.
 
-    None for validation and test means all of their data once (--full-validation).
-
-    Every evaluation sees the same first samples, so the samples of one evaluation are enough (upstream continues
-    through its validation data and plans for all of them). With --train-iters, training also needs the data that it
-    passes over; --train-samples and --train-tokens include it.
+    None for validation and test stands for all data once (--full-validation). Every evaluation uses the same first
+    samples, so those of one evaluation suffice (upstream continues through its validation data). With --train-iters,
+    skipped data is added; --train-samples and --train-tokens include it.
 
     Args:
         optim: the resolved optimizer section.
-        evaluation: its length.
-        step: where the run resumes.
-        consumed_samples: likewise, so that a changed batch size still gives enough samples.
-        consumed_tokens: likewise.
+        evaluation: the number of evaluation batches.
+        step: completed steps at the resume; likewise consumed_samples and consumed_tokens.
         ranges: the steps to skip.
     """
     batch = optim.global_batch_size
@@ -308,32 +296,32 @@ def planned_samples(
 
 
 def skipped_steps(ranges: Sequence[StepRange], after: int) -> int:
-    """Global batches that `ranges` (1-based, inclusive) pass over once `after` steps were taken.
+    """Global batches that `ranges` (1-based, inclusive) skip after `after` completed steps.
 
-    The numbering of steps has no gap: step A is taken next, on the data of step B + 1. Unlike upstream's, a range
-    passes over whole global batches and moves the consumed samples, so a later resume is right.
+    Step numbers have no gap: step A then trains on the data of step B + 1. Unlike upstream's, a range skips whole
+    global batches and advances the consumed samples, so a later resume is correct.
     """
     return sum(last - first + 1 for first, last in ranges if first > after)
 
 
 def range_to_skip(ranges: Sequence[StepRange], step: int) -> StepRange | None:
-    """The range of data to pass over before the next step, once `step` steps were taken."""
+    """The range of data to skip before the next step, after `step` completed steps."""
     return next((pair for pair in ranges if pair[0] == step + 1), None)
 
 
 def ranges_at_the_end(optim: OptimConfig, ranges: Sequence[StepRange]) -> Iterator[tuple[StepRange, bool]]:
-    """The ranges that a run from the start does not pass over, and whether it reaches them at all.
+    """Yields the ranges that a run from the start does not skip, and True for one that leaves no data.
 
-    One that is reached and not passed over leaves no data to train on: the run ends before it.
+    The run ends before such a range.
     """
-    for place, pair in enumerate(ranges):
+    for index, pair in enumerate(ranges):
         step = pair[0] - 1
-        consumed = samples_after(optim, step + skipped_steps(ranges[:place], after=0))
+        consumed = samples_after(optim, step + skipped_steps(ranges[:index], after=0))
         if is_done(optim, step, consumed, [pair]):
             yield pair, not is_done(optim, step, consumed)
 
 
 def samples_before_step(optim: OptimConfig, ranges: Sequence[StepRange], step: int) -> int:
-    """Samples consumed when step number `step`, counted from 1, reads its batch; the data passed over is included."""
-    passed = skipped_steps(ranges, after=0) - skipped_steps(ranges, after=step)
-    return samples_after(optim, step - 1 + passed)
+    """Samples consumed before step number `step`, counted from 1, including skipped data."""
+    skipped = skipped_steps(ranges, after=0) - skipped_steps(ranges, after=step)
+    return samples_after(optim, step - 1 + skipped)

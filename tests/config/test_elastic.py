@@ -105,7 +105,7 @@ def test_what_no_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         patch.setattr(elastic, "_legal_request", lambda *_: None)
         fit_layout(small("--elastic"), 3)
-    with pytest.raises(ConfigError, match="--elastic needs --global-batch-size: it keeps the global batch"):
+    with pytest.raises(ConfigError, match="--elastic requires --global-batch-size"):
         small("--elastic", drop="--global-batch-size")
 
 

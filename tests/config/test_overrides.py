@@ -44,8 +44,8 @@ def test_the_layout_is_the_given_one_and_not_the_checkpoints() -> None:
     [
         ("--count 0", ["--load is required", "--count 0 is out of range"]),
         ("--load x --decoupled-lr 1", ["--decoupled-lr 1.0 is refused"]),
-        ("--load x --swiglu --squared-relu", ["--squared-relu and --swiglu contradict each other"]),
-        ("--load x --seed many", ['--seed takes an integer, not "many"']),
+        ("--load x --swiglu --squared-relu", ["--squared-relu cannot be combined with --swiglu"]),
+        ("--load x --seed many", ['--seed expects an integer, got "many"']),
     ],
 )
 def test_all_problems_are_shown(words: str, sentences: list[str]) -> None:
@@ -71,5 +71,5 @@ def test_fields_that_may_change_are_changed() -> None:
 
 def test_another_architecture_is_refused() -> None:
     assert with_overrides(saved(), {"model.hidden_size": 64}) == saved()
-    with pytest.raises(ConfigError, match="--hidden-size 32 is given, but the checkpoint holds a network with 64"):
+    with pytest.raises(ConfigError, match="--hidden-size 32 contradicts the checkpoint, whose network has 64"):
         with_overrides(saved(), {"model.hidden_size": 32})

@@ -125,7 +125,7 @@ def test_without_flags_only_flags_that_are_missing_are_named() -> None:
 def test_a_split_is_shown_without_spaces() -> None:
     with pytest.raises(ConfigError, match=r"--split 9,1,0 cannot be combined with --train-data-path"):
         small("--split '9, 1, 0' --train-data-path x", drop="--data-path")
-    with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must be up to three shares"):
+    with pytest.raises(ConfigError, match=r"--split 9,1,0,0 must have up to three shares"):
         small("--split '9, 1, 0, 0'")
 
 
@@ -134,14 +134,16 @@ def test_a_program_decides_a_value_of_its_own() -> None:
     for more in ([], ["--objective", "prefix"]):
         request = parse([*words(), *more], program=program)
         assert request.loss.objective == "prefix" and request.was_given("loss.objective")
-    with pytest.raises(ConfigError, match="--objective causal was requested, but this program is for --objective pref"):
+    with pytest.raises(
+        ConfigError, match="--objective causal was requested, but this program requires --objective pref"
+    ):
         parse([*words(), "--objective", "causal"], program=program)
 
 
 def test_a_file_may_not_disagree_with_the_program(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"objective": "causal"}')
     flags = [*words(), "--config", str(tmp_path / "run.json")]
-    with pytest.raises(ConfigError, match="but this program is for --objective multitask"):
+    with pytest.raises(ConfigError, match="but this program requires --objective multitask"):
         parse(flags, program=Program(fixed={"loss.objective": "multitask"}))
     assert parse(flags).loss.objective == "causal"
 

@@ -54,9 +54,9 @@ def test_a_flag_of_the_trainer_wins_over_the_programs_words() -> None:
 @pytest.mark.parametrize(
     ("line", "sentences"),
     [
-        ("--batch 0 --lr high", ["--data is required", "--batch 0 is out of range", 'number, not "high"']),
-        ("--data d --batsh 3", ["--batsh is not a flag of this program. Did you mean --batch?"]),
-        ("--data d --lrr 3", ["--lrr is not a flag of this program. Did you mean --lr?"]),
+        ("--batch 0 --lr high", ["--data is required", "--batch 0 is out of range", 'a number, got "high"']),
+        ("--data d --batsh 3", ["unknown flag --batsh. Did you mean --batch?"]),
+        ("--data d --lrr 3", ["unknown flag --lrr. Did you mean --lr?"]),
     ],
 )
 def test_all_problems_are_shown(line: str, sentences: list[str]) -> None:

@@ -36,30 +36,34 @@ def test_an_unchanged_run_resumes_unchanged() -> None:
 @pytest.mark.parametrize(
     ("then", "now", "sentence"),
     [
-        ("", "--hidden-size 128", r"--hidden-size is 128 and the checkpoint was saved with 64.*give --hidden-size 64"),
-        ("", "--num-layers 5", r"--num-layers is 5 and the checkpoint was saved with 4"),
+        ("", "--hidden-size 128", r"--hidden-size is 128, but the checkpoint was saved with 64.*use --hidden-size 64"),
+        ("", "--num-layers 5", r"--num-layers is 5, but the checkpoint was saved with 4"),
         (
             "--position-embedding-type rope",
             "--position-embedding-type rope --mtp-num-layers 2 --finetune --load elsewhere",
-            r"--mtp-num-layers is 2 and the checkpoint was saved with 0\. They must match; give --mtp-num-layers 0",
+            r"--mtp-num-layers is 2, but the checkpoint was saved with 0\. They must match: use --mtp-num-layers 0",
         ),
-        ("", "--num-attention-heads 2", r"--num-attention-heads is 2 and the checkpoint was saved with 4"),
-        ("", "--seq-length 16", r"--seq-length is 16 .* with 32.*use --finetune"),
-        ("--seed 7", "", r"--seed is 1234 and the checkpoint was saved with 7\. They must match; give --seed 7"),
+        ("", "--num-attention-heads 2", r"--num-attention-heads is 2, but the checkpoint was saved with 4"),
+        ("", "--seq-length 16", r"--seq-length is 16, but .* with 32.*use --finetune"),
+        ("--seed 7", "", r"--seed is 1234, but the checkpoint was saved with 7\. They must match: use --seed 7"),
         (
             "",
             "--split 9,1,0",
-            r"--split is 9,1,0 and the checkpoint was saved with 969,30,1\. They must match; give --split 969,30,1\.",
+            r"--split is 9,1,0, but the checkpoint was saved with 969,30,1\. They must match: use --split 969,30,1\.",
         ),
-        ("--split 9,1", "--split '8, 1, 1'", r"--split is 8,1,1 and .* give --split 9,1\."),
-        ("", "--eod-mask-loss", r"--eod-mask-loss is on and .* with off.*give --no-eod-mask-loss"),
-        ("--eod-mask-loss", "", r"--eod-mask-loss is off and .* with on.*give --eod-mask-loss"),
-        ("", "--no-bias-gelu-fusion", r"--activation-function is gelu and .* with gelu_tanh"),
-        ("--no-bias-gelu-fusion", "", r"--activation-function is gelu_tanh and .* with gelu\..*give --activation-f"),
-        ("", "--optimizer sgd", r"--optimizer is sgd and .* with adam.*only its weights, use --no-load-optim"),
-        (SCHEDULE_FREE, "--reset-iteration --load x", r"--optimizer is adam and .* with schedule-free.*--no-load-opt"),
-        ("", f"{SCHEDULE_FREE} --reset-iteration --load x", r"--optimizer is schedule-free and .* with adam.*give --o"),
-        (SCHEDULE_FREE, f"{SCHEDULE_FREE} --adam-beta1 0.8", r"--adam-beta1 is 0\.8 and .* with 0\.9.*--no-load-optim"),
+        ("--split 9,1", "--split '8, 1, 1'", r"--split is 8,1,1, but .* use --split 9,1\."),
+        ("", "--eod-mask-loss", r"--eod-mask-loss is on, but .* with off.*use --no-eod-mask-loss"),
+        ("--eod-mask-loss", "", r"--eod-mask-loss is off, but .* with on.*use --eod-mask-loss"),
+        ("", "--no-bias-gelu-fusion", r"--activation-function is gelu, but .* with gelu_tanh"),
+        ("--no-bias-gelu-fusion", "", r"--activation-function is gelu_tanh, but .* with gelu\..*use --activation-f"),
+        ("", "--optimizer sgd", r"--optimizer is sgd, but .* with adam.*load only its weights, use --no-load-optim"),
+        (SCHEDULE_FREE, "--reset-iteration --load x", r"--optimizer is adam, but .* with schedule-free.*--no-load-opt"),
+        ("", f"{SCHEDULE_FREE} --reset-iteration --load x", r"--optimizer is schedule-free, but .* with adam.*use --o"),
+        (
+            SCHEDULE_FREE,
+            f"{SCHEDULE_FREE} --adam-beta1 0.8",
+            r"--adam-beta1 is 0\.8, but .* with 0\.9.*--no-load-optim",
+        ),
     ],
 )
 def test_fields_that_must_match(then: str, now: str, sentence: str) -> None:
@@ -70,8 +74,8 @@ def test_fields_that_must_match(then: str, now: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("then", "now", "sentence"),
     [
-        ("", "--bidirectional --objective masked", "the checkpoint holds a GPT.* Continue it with pretrain_gpt.py"),
-        ("--bidirectional --objective masked", "", "the checkpoint holds an encoder.* Continue it with pretrain_bert"),
+        ("", "--bidirectional --objective masked", "the checkpoint holds a GPT.* Resume it with pretrain_gpt.py"),
+        ("--bidirectional --objective masked", "", "the checkpoint holds an encoder.* Resume it with pretrain_bert"),
     ],
 )
 def test_another_kind_of_network_is_one_sentence(then: str, now: str, sentence: str) -> None:
@@ -82,7 +86,7 @@ def test_another_kind_of_network_is_one_sentence(then: str, now: str, sentence: 
 
 def test_another_vocabulary_is_rejected() -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.vocab_size \(vocabulary size .*\) is 999 and .* with 1000.*--vocab-size"
+        ConfigError, match=r"model\.vocab_size \(vocabulary size .*\) is 999, but .* with 1000.*--vocab-size"
     ):
         check_resume(saved(), run(vocabulary=999))
 
@@ -130,15 +134,13 @@ def test_what_only_the_optimizer_state_depends_on_may_change_without_it(then: st
 @pytest.mark.parametrize(("flags", "is_said"), [("", True), (" --moe-aux-loss-scope global", False)])
 def test_another_micro_batch_over_which_experts_are_balanced_is_reported(flags: str, is_said: bool) -> None:
     experts = f"--num-experts 4{flags} --micro-batch-size"
-    line = "--micro-batch-size is 1 now; the checkpoint was saved with 2."
+    line = "--micro-batch-size changed from 2 in the checkpoint to 1."
     now = run(f"{experts} 1")
     assert (line in check_resume(saved(f"{experts} 2"), now).notices) is is_said
 
 
 def test_a_change_of_schedule_is_reported() -> None:
-    assert check_resume(saved(), run("--lr 1e-4")).notices == (
-        "--lr is 0.0001 now; the checkpoint was saved with 0.001.",
-    )
+    assert check_resume(saved(), run("--lr 1e-4")).notices == ("--lr changed from 0.001 in the checkpoint to 0.0001.",)
 
 
 def test_layouts_may_change() -> None:
@@ -152,16 +154,16 @@ def test_the_schedule_of_the_checkpoint_on_request() -> None:
     going_on = check_resume(then, run("--use-checkpoint-lr-scheduler --lr 1"))
     assert (going_on.optim.lr, going_on.optim.lr_decay_style, going_on.optim.lr_warmup_iters) == (3e-4, "cosine", 3)
     assert going_on.provenance["optim.lr"] == "checkpoint"
-    assert "--lr 0.0003 is taken from the checkpoint in place of 1.0." in going_on.notices
+    assert "--lr 0.0003 is taken from the checkpoint instead of 1.0." in going_on.notices
 
 
 def test_the_schedule_of_the_checkpoint_keeps_its_length() -> None:
     going_on = check_resume(saved("--lr 3e-4"), run("--use-checkpoint-lr-scheduler --train-iters 50"))
     assert (going_on.optim.lr_decay_iters, going_on.optim.train_iters) == (10, 50)
     text = "--use-checkpoint-lr-scheduler --train-samples 80"
-    with pytest.raises(ConfigError, match=r"counted by --train-iters, and --train-samples is given"):
+    with pytest.raises(ConfigError, match=r"measured in --train-iters, but this run has --train-samples"):
         check_resume(saved(), run(text, drop="--train-iters"))
-    with pytest.raises(ConfigError, match=r"in steps of 8 samples, and --global-batch-size is 16\. Use 8"):
+    with pytest.raises(ConfigError, match=r"in steps of 8 samples, but --global-batch-size is 16\. Use 8"):
         check_resume(saved(), run("--use-checkpoint-lr-scheduler --global-batch-size 16"))
 
 
@@ -175,7 +177,7 @@ def test_a_schedule_in_tokens_on_request() -> None:
     assert (in_samples.lr_decay_tokens, in_samples.train_samples) == (2560, 160)
     shortened = saved("--train-tokens 2560 --lr-decay-tokens 1280", drop)
     assert check_resume(shortened, longer).optim.lr_decay_tokens == 1280
-    with pytest.raises(ConfigError, match=r"counted by --train-tokens, and --train-iters is given"):
+    with pytest.raises(ConfigError, match=r"measured in --train-tokens, but this run has --train-iters"):
         check_resume(then, run("--use-checkpoint-lr-scheduler"))
 
 
@@ -183,8 +185,8 @@ def test_a_run_in_samples_resumes_as_one_in_tokens() -> None:
     now = run("--train-tokens 2560", "--train-iters")
     notices = check_resume(saved("--train-samples 80", "--train-iters"), now).notices
     assert notices == (
-        "--train-samples is None now; the checkpoint was saved with 80.",
-        "--train-tokens is 2560 now; the checkpoint was saved with None.",
+        "--train-samples changed from 80 in the checkpoint to None.",
+        "--train-tokens changed from None in the checkpoint to 2560.",
     )
     assert check_resume(saved("--train-tokens 2560", "--train-iters"), now) == now
 
@@ -203,7 +205,7 @@ def test_the_index_rule_stays_the_checkpoints() -> None:
     then = saved("--index-epoch-rule nvidia")
     assert check_resume(then, run()).data.index_epoch_rule == "nvidia"
     with pytest.raises(
-        ConfigError, match="--index-epoch-rule bigscience is given, and the checkpoint was saved with nvidia"
+        ConfigError, match="--index-epoch-rule bigscience contradicts the checkpoint, which was saved with nvidia"
     ):
         check_resume(then, run("--index-epoch-rule bigscience"))
 
@@ -225,12 +227,12 @@ def test_a_checkpoint_of_an_older_version_lacks_fields() -> None:
 @pytest.mark.parametrize(
     ("then", "now", "sentence"),
     [
-        ("", "--no-bias-gelu-fusion", r"--activation-function is gelu and .* with gelu_tanh"),
-        ("--no-bias-gelu-fusion", "", r"--activation-function is gelu_tanh and .* with gelu\."),
-        ("--no-bias-gelu-fusion --openai-gelu", "--activation-function gelu", "is gelu and .* with gelu_tanh"),
-        ("", "--parallel-residual", r"--parallel-residual is on and .* with off"),
-        ("", "--num-query-groups 2", r"--num-query-groups is 2 and .* with 4"),
-        ("", "--layernorm-epsilon 1e-6", r"--layernorm-epsilon is 1e-06 and .* with 1e-05"),
+        ("", "--no-bias-gelu-fusion", r"--activation-function is gelu, but .* with gelu_tanh"),
+        ("--no-bias-gelu-fusion", "", r"--activation-function is gelu_tanh, but .* with gelu\."),
+        ("--no-bias-gelu-fusion --openai-gelu", "--activation-function gelu", "is gelu, but .* with gelu_tanh"),
+        ("", "--parallel-residual", r"--parallel-residual is on, but .* with off"),
+        ("", "--num-query-groups 2", r"--num-query-groups is 2, but .* with 4"),
+        ("", "--layernorm-epsilon 1e-6", r"--layernorm-epsilon is 1e-06, but .* with 1e-05"),
         ("--no-bias-gelu-fusion", "--activation-function gelu", None),
     ],
 )
@@ -255,7 +257,7 @@ def test_the_context_of_rotary_positions_is_the_checkpoints() -> None:
     assert check_resume(saved(rope, drop), longer).model.max_position_embeddings == 32
     given = run(f"{rope} --max-position-embeddings 48", drop)
     assert check_resume(saved(rope, drop), given).model.max_position_embeddings == 48
-    with pytest.raises(ConfigError, match="--max-position-embeddings is 48 and the checkpoint was saved with 32"):
+    with pytest.raises(ConfigError, match="--max-position-embeddings is 48, but the checkpoint was saved with 32"):
         check_resume(
             saved(f"{rope} --rope-scaling-type yarn", drop),
             run(f"{rope} --rope-scaling-type yarn --max-position-embeddings 48", drop),

@@ -56,20 +56,20 @@ def test_a_damaged_record_names_what_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("section", "name", "value", "text"),
     [
-        ("model", None, -1, "has model = -1, which should hold fields by name"),
-        ("model", "num_layers", "4", r"has model.num_layers = '4', which should be int\. It is damaged"),
-        ("model", "num_layers", None, "has model.num_layers = None, which should be int"),
-        ("model", "num_layers", True, "has model.num_layers = True, which should be int"),
-        ("optim", "lr", True, "has optim.lr = True, which should be float"),
-        ("optim", "lr", [1], r"has optim.lr = \[1\], which should be float"),
-        ("optim", "train_samples", 1.5, r"has optim.train_samples = 1.5, which should be int \| None"),
-        ("optim", "rampup_batch_size", [1, 2], r"has optim.rampup_batch_size = \[1, 2\], which should be tuple\[int"),
-        ("data", "data_path", ["a", {}], r"has data.data_path = \['a', {}\], which should be tuple"),
-        ("data", "split", 5, "has data.split = 5, which should be str"),
+        ("model", None, -1, "has model = -1, expected fields by name"),
+        ("model", "num_layers", "4", r"has model.num_layers = '4', expected int\. It is damaged"),
+        ("model", "num_layers", None, "has model.num_layers = None, expected int"),
+        ("model", "num_layers", True, "has model.num_layers = True, expected int"),
+        ("optim", "lr", True, "has optim.lr = True, expected float"),
+        ("optim", "lr", [1], r"has optim.lr = \[1\], expected float"),
+        ("optim", "train_samples", 1.5, r"has optim.train_samples = 1.5, expected int \| None"),
+        ("optim", "rampup_batch_size", [1, 2], r"has optim.rampup_batch_size = \[1, 2\], expected tuple\[int"),
+        ("data", "data_path", ["a", {}], r"has data.data_path = \['a', {}\], expected tuple"),
+        ("data", "split", 5, "has data.split = 5, expected str"),
         ("report", "log_path", "x\x1b[2J", None),
-        ("report", "x\x1b[2J", "y", r"has report.x\\x1b\[2J = 'y', which this version does not know"),
-        ("provenance", "model.num_layers", 5, "has provenance.model.num_layers = 5, which should be str"),
-        ("provenance", None, [], r"has provenance = \[\], which should hold fields"),
+        ("report", "x\x1b[2J", "y", r"has report.x\\x1b\[2J = 'y', which is unknown"),
+        ("provenance", "model.num_layers", 5, "has provenance.model.num_layers = 5, expected str"),
+        ("provenance", None, [], r"has provenance = \[\], expected fields"),
     ],
 )
 def test_a_saved_value_of_another_type_is_named(section: str, name: str | None, value: Any, text: str | None) -> None:
@@ -80,7 +80,7 @@ def test_a_saved_value_of_another_type_is_named(section: str, name: str | None, 
         saved[section] = value
     else:
         saved[section][name] = value
-    if text is None or "does not know" in text:  # a resume ignores what it has no field for
+    if text is None or "which is unknown" in text:  # a resume ignores what it has no field for
         check_resume(saved, config)
     else:
         with pytest.raises(ConfigError, match=f"the saved configuration {text}"):
@@ -106,7 +106,7 @@ def test_an_older_file_gets_defaults_and_a_newer_one_is_rejected() -> None:
     del saved["optim"]["clip_grad"], saved["provenance"]
     assert RunRequest.from_json(saved).optim.clip_grad == 1.0
     saved["model"]["rope_theta"] = 1e4
-    with pytest.raises(ConfigError, match=r"model\.rope_theta = 10000\.0, which this version does not know"):
+    with pytest.raises(ConfigError, match=r"model\.rope_theta = 10000\.0, which is unknown"):
         RunRequest.from_json(saved)
 
 

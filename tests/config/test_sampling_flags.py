@@ -36,7 +36,7 @@ def test_all_other_flags() -> None:
         ("--repetition-penalty 0", r"--repetition-penalty 0\.0 is out of range. It must be at least 0\.01"),
         ("--frequency-penalty 3", r"--frequency-penalty 3\.0 is out of range. It must be at most 2"),
         ("--presence-penalty -3", r"--presence-penalty -3\.0 is out of range"),
-        ("--logit-bias", "--logit-bias takes at least one value"),
+        ("--logit-bias", "--logit-bias expects at least one value"),
         ("--logit-bias 5", "--logit-bias 5 is invalid. Expected a token id and a bias from -100 to 100, for example"),
     ],
 )

@@ -59,12 +59,12 @@ def test_a_field_with_effect_is_not_unused() -> None:
     unused = unused_fields(config.model)
     assert not unused.keys() & {"rotary_base", "rope_low_freq_factor", "moe_router_topk", "qk_layernorm_scope"}
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rotary_base=9.0))
-    with pytest.raises(ConfigError, match="--rotary-base is 9.0 and the checkpoint was saved with 10000.0"):
+    with pytest.raises(ConfigError, match="--rotary-base is 9.0, but the checkpoint was saved with 10000.0"):
         check_resume(config.to_json(), other)
 
 
 def test_scaled_frequencies_need_rotary_positions() -> None:
-    with pytest.raises(ConfigError, match="--rope-scaling-type llama3 needs rotary positions"):
+    with pytest.raises(ConfigError, match="--rope-scaling-type llama3 requires --position-embedding-type rope"):
         small("--use-rope-scaling")
 
 

@@ -29,7 +29,7 @@ def run(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProces
 def test_flags_are_checked_before_the_text_is_read(tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("word " * 100)
     for words, said in (
-        (("--lr-decay", "3"), "--lr-decay is not a flag of this program."),
+        (("--lr-decay", "3"), "unknown flag --lr-decay."),
         (("--tensor-model-parallel-size", "2"), "train_on_text.py my.txt --tensor-model-parallel-size 2 --num-layers"),
         (("--hidden-size", "65536", "--num-layers", "500"), "parameters of --num-layers 500 --hidden-size 65536 need"),
     ):
@@ -68,4 +68,4 @@ def test_one_line_trains_and_the_same_line_goes_on(tmp_path: Path) -> None:
     (tmp_path / "my.text.txt").write_text(text[: len(text) // 2])
     changed = run(tmp_path, "my.text.txt", "--train-iters", "4", "--vocab-size", "600")
     assert changed.returncode == 64
-    assert "--text my.text.txt has changed since it was prepared in my-training" in changed.stderr
+    assert "--text my.text.txt changed since it was prepared in my-training" in changed.stderr

@@ -40,7 +40,7 @@ def test_a_checkpoint_brings_its_network_tokenizer_and_step(checkpoints: Path) -
 def test_a_flag_may_choose_the_dtype_but_not_the_network(checkpoints: Path) -> None:
     loaded = open_checkpoint(str(checkpoints), {"precision.bf16": True}, ParallelMesh.single())
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
-    with pytest.raises(ConfigError, match="--num-layers 7 is given, but the checkpoint holds a network with 2"):
+    with pytest.raises(ConfigError, match="--num-layers 7 contradicts the checkpoint, whose network has 2"):
         open_checkpoint(str(checkpoints), {"model.num_layers": 7}, ParallelMesh.single())
 
 

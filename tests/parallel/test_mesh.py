@@ -104,7 +104,7 @@ def test_embedding_is_shared_by_the_ends_of_a_pipeline_only() -> None:
 
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "words"),
-    [(6, 4, 1, "Start 4 or 8,"), (2, 2, 2, "Start 4,"), (3, 2, 1, "needs a multiple of 2 processes, and 3 were")],
+    [(6, 4, 1, "Use 4 or 8,"), (2, 2, 2, "Use 4,"), (3, 2, 1, "requires a multiple of 2 processes, but")],
 )
 def test_layout_that_does_not_fit_names_the_legal_ones(world: int, tp: int, pp: int, words: str) -> None:
     with pytest.raises(LaunchError, match=words) as failure:

@@ -213,7 +213,9 @@ def test_of_a_refused_command_the_changes_that_are_enough(capsys: pytest.Capture
     pipeline = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zbv"]
     assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3"]) == ExitCode.DONE
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "REFUSED" and lines[1].startswith("  --zero-stage 3 cannot be used with --pipeline-model-par")
+    assert lines[0] == "REFUSED" and lines[1].startswith(
+        "  --zero-stage 3 cannot be combined with --pipeline-model-par"
+    )
     assert lines[2] == "One of these changes is enough."
     assert [line.split("  (")[0].strip() for line in lines[3:]] == [
         *("pipeline", "works   no pipeline, without --pipeline-schedule"),

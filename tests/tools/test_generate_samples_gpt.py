@@ -203,7 +203,7 @@ def test_beams_are_written_best_first(checkpoints: Path, prompt_file: Path, tmp_
 
 
 def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
-    with pytest.raises(ConfigError, match="--num-layers 24 is given, but the checkpoint holds a network with 2"):
+    with pytest.raises(ConfigError, match="--num-layers 24 contradicts the checkpoint, whose network has 2"):
         generate_samples_gpt.main(["--load", str(checkpoints), "--num-layers", "24"])
 
 

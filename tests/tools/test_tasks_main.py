@@ -58,7 +58,7 @@ def test_other_tasks_are_refused_with_a_way_out(task: str, says: str) -> None:
         ([], r"--valid-data takes one file, 0 given \(none\)"),
         (["--valid-data", "a", "b"], r"--valid-data takes one file, 2 given \(a b\)"),
         (["--valid-data", "a", "--overlapping-eval", "0"], "--overlapping-eval 0 is out of range"),
-        (["--valid-data", "a", "--faiss-use-gpu"], "--faiss-use-gpu is not a flag of this program"),
+        (["--valid-data", "a", "--faiss-use-gpu"], "unknown flag --faiss-use-gpu"),
     ],
 )
 def test_a_wrong_command_line_is_refused(words: list[str], says: str) -> None:

@@ -141,7 +141,7 @@ def test_a_lost_rank_is_one_sentence_that_asks_for_the_same_command() -> None:
 
 
 def test_a_new_run_says_what_gradients_of_experts_depend_on(tmp_path: Path) -> None:
-    corpus, said = write_tiny_corpus(tmp_path), "so that gradients depend on --micro-batch-size"
+    corpus, said = write_tiny_corpus(tmp_path), "so gradients depend on --micro-batch-size"
     for stop in (1, None):  # the second start resumes
         flags = corpus.flags("--num-experts", "2", folder=tmp_path, train_iters=2, eval_iters=0, exit_interval=stop)
         assert train(flags) == (0, "")

@@ -1,1 +1,1 @@
-"""Files that flags are read from: `--config`, `--deepspeed_config`, and the table of known DeepSpeed keys."""
+"""Files with flags: `--config`, `--deepspeed_config`, and the table of known DeepSpeed keys."""

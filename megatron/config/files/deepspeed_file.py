@@ -1,8 +1,8 @@
-"""`--deepspeed_config FILE`: settings that a flag governs are taken from the file; a flag that was given must agree.
+"""`--deepspeed_config FILE`: settings that correspond to a flag set it; a flag on the command line must agree.
 
-The sections `optimizer` and `scheduler` become values of the trainer's flags. DeepSpeed itself applies them only where
-a program hands it neither an optimizer nor a schedule. Like the trainer's, its schedules count steps, rise from 0, and
-then hold or fall; schedules that differ in more than the step they begin with are refused.
+The sections `optimizer` and `scheduler` set the trainer's flags. DeepSpeed itself applies them only if the program
+passes neither an optimizer nor a schedule. Like the trainer's, its schedules count steps, rise from 0, and then hold or
+decay; other schedules are refused.
 
 Source: DeepSpeed 0.19 `runtime/lr_schedules.py`, `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR`.
 """
@@ -22,18 +22,18 @@ from megatron.config.flags.fields import Flag
 from megatron.errors import ConfigError
 from megatron.files.settings import read_json
 
-# A section that says `"enabled": false` is not compared with flags, nor is anything else in it.
+# Nothing in a section with `"enabled": false` is compared with flags.
 _SWITCHES = frozenset({"fp16", "bf16", "bfloat16", "curriculum_learning"})
 OFFLOADED_WEIGHTS = ("offload_param", "cpu_offload_param")  # DeepSpeed reads them at ZeRO stage 3 only
 _DYNAMIC = ("fp16", "loss_scale")
-_OPTIMIZER = "optimizer."  # Megatron-DeepSpeed hands DeepSpeed an optimizer made of its flags, whatever a file says
+_OPTIMIZER = "optimizer."  # Megatron-DeepSpeed builds the optimizer from flags and ignores the file
 
 
 def read_settings(path: str) -> dict[str, Any]:
-    """The settings of a DeepSpeed file that have an effect.
+    """Reads the settings of a DeepSpeed file that have an effect.
 
     Raises:
-        ConfigError: it cannot be read, or an entry is unknown, of the wrong type, out of range or refused.
+        ConfigError: the file cannot be read, or an entry is unknown, of the wrong type, out of range or refused.
     """
     checked = _checked(path)
     if checked.problems:
@@ -42,7 +42,7 @@ def read_settings(path: str) -> dict[str, Any]:
 
 
 def offloaded_ratio(zero: Mapping[str, Any]) -> float:
-    """The share of the optimizer's state that is to be offloaded, of a `zero_optimization` section."""
+    """The fraction of the optimizer state to offload, from a `zero_optimization` section."""
     return float((zero.get("offload_optimizer") or {}).get("ratio", 1.0))
 
 
@@ -50,103 +50,105 @@ def _checked(path: str) -> CheckedSettings:
     name = f"--deepspeed_config {path}"
     tree = read_json(path, name)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{name} holds a {type(tree).__name__}. It must hold one JSON object.")
+        raise ConfigError(f"{name} must contain a JSON object, not {type(tree).__name__}.")
     return check_settings(tree, name)
 
 
 @dataclass
 class ParsedDeepSpeedFile:
-    """The values that a DeepSpeed file sets, and what is wrong with it."""
+    """The values that a DeepSpeed file sets, and its problems."""
 
     values: dict[str, Any] = field(default_factory=dict)  # destination -> value
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)  # fields whose entry could not be read
     notices: list[str] = field(default_factory=list)
-    overruled: set[str] = field(default_factory=set)  # destinations whose given value does not count
+    overruled: set[str] = field(default_factory=set)  # destinations whose given value is ignored
 
-    def take(self, path: str, flag: Flag, given: Mapping[str, Any], said: tuple[str, Any, str, Any]) -> None:
-        """Takes a value of the file, or notes that a given one differs.
+    def add(self, path: str, flag: Flag, given: Mapping[str, Any], setting: tuple[str, Any, str, Any]) -> None:
+        """Adds a value of the file, or a problem or notice if a given value differs.
 
         Args:
-            said: the key in the file, what it says, the destination, and the value for it.
+            setting: the key in the file, its entry, the destination, and the value for it.
         """
-        key, entry, destination, value = said
+        key, entry, destination, value = setting
         if destination not in given:
             if value is not None:
                 self.values[destination] = value
             return
-        asked = given[destination]
-        there = f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there'
-        if asked == value:
+        current = given[destination]
+        if current == value:
             return
+        difference = f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)}'
         if value is False and key.partition(".")[0] in _SWITCHES:
-            self.notices.append(f"{there}, and {flag.positive_name} was given: the flag is used.")
+            self.notices.append(f"{difference}, but {flag.positive_name} is set: the flag is used.")
         elif key.startswith(_OPTIMIZER):
             self.notices.append(
-                f"{there}, and {flag.positive_name} {asked} was given: the flag is used, as in upstream."
+                f"{difference}, but {flag.positive_name} {current} is set: the flag is used, as in upstream."
             )
         else:
-            self.problems.append(f"{there}, and {flag.positive_name} is {asked}. Make them equal or drop one of them.")
+            self.problems.append(
+                f"{difference}, but {flag.positive_name} is {current}. Make them equal or drop one of them."
+            )
 
 
 def governed_values(
     path: str, flags: Mapping[str, Flag], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> ParsedDeepSpeedFile:
-    """Reads what a DeepSpeed file says about fields that were not given.
+    """Reads the values of a DeepSpeed file for fields that were not given.
 
     Args:
         path: the file.
         flags: destination ("section.field") -> flag.
         given: destination -> value of the command line or of `--config`.
-        defaults: destination -> value that the program prefers to the flag's default.
+        defaults: destination -> the program's default.
 
     Returns:
-        The values by destination, with one sentence for each entry that disagrees with a given value, cannot be used
-        or is unknown, and a notice for each that has no effect.
+        The values by destination, a problem for each entry that is unknown, invalid or differs from a given value, and
+        a notice for each that has no effect.
     """
     try:
         checked = _checked(path)
     except ConfigError as failure:
         return ParsedDeepSpeedFile(problems=failure.problems)
-    reading = ParsedDeepSpeedFile(problems=checked.problems, notices=checked.notices)
+    parsed = ParsedDeepSpeedFile(problems=checked.problems, notices=checked.notices)
     destinations = {flag.positive_name: destination for destination, flag in flags.items()}
-    for place, name in governing_flags().items():
-        destination, entry = destinations[name], _lookup(checked.settings, place)
+    for key_path, name in governing_flags().items():
+        destination, entry = destinations[name], _lookup(checked.settings, key_path)
         if entry is None:
-            if _is_present(checked.settings, place):
-                reading.broken.add(flags[destination].field)
+            if _is_present(checked.settings, key_path):
+                parsed.broken.add(flags[destination].field)
             continue
-        flag, key = flags[destination], ".".join(place)
-        value = _as_flag_value(flag, place, entry)
-        if destination in given and place == _DYNAMIC and value is None:
-            reading.overruled.add(destination)
-            reading.notices.append(
-                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, so the scale is dynamic: '
-                f"{flag.positive_name} {given[destination]} is not used, as in upstream."
+        flag, key = flags[destination], ".".join(key_path)
+        value = _as_flag_value(flag, key_path, entry)
+        if destination in given and key_path == _DYNAMIC and value is None:
+            parsed.overruled.add(destination)
+            parsed.notices.append(
+                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)}, so the loss scale is dynamic: '
+                f"{flag.positive_name} {given[destination]} is ignored, as in upstream."
             )
             continue
-        is_off = place == ("fp16", "enabled") and value is False
+        is_off = key_path == ("fp16", "enabled") and value is False
         if is_off and given.get(destination) and _trains_in_bf16(checked.settings, given):
-            reading.overruled.add(destination)
-            reading.notices.append(
-                f'--deepspeed_config {path}: "fp16.enabled" is false and "bf16.enabled" is true there, so the run '
-                "trains in bfloat16: --fp16 is not used, as in upstream."
+            parsed.overruled.add(destination)
+            parsed.notices.append(
+                f'--deepspeed_config {path}: "fp16.enabled" is false and "bf16.enabled" is true, so the run trains in '
+                "bfloat16: --fp16 is ignored, as in upstream."
             )
             continue
-        if place[0] == "scheduler" and reading.values.get(destination, value) != value:
-            reading.notices.append(
-                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)} there, which is used: a schedule replaces '
-                "the learning rate of the optimizer."
+        if key_path[0] == "scheduler" and parsed.values.get(destination, value) != value:
+            parsed.notices.append(
+                f'--deepspeed_config {path}: "{key}" is {json.dumps(entry)}, which is used: a schedule replaces the '
+                "learning rate of the optimizer."
             )
-        reading.take(path, flag, given, (key, entry, destination, value))
-    stage = {**defaults, **reading.values, **given}.get("parallel.zero_stage", flags["parallel.zero_stage"].default)
-    reading.notices += _offload_notices(path, checked.settings.get("zero_optimization", {}), stage)
-    peak = {**defaults, **given, **reading.values}.get("optim.lr")
-    further = training_settings(checked.settings, checked.tree, peak)
-    reading.problems += [f"--deepspeed_config {path}: {problem}" for problem in further.problems]
-    for each in further.entries:
-        reading.take(path, flags[each[2]], given, each)
-    return reading
+        parsed.add(path, flag, given, (key, entry, destination, value))
+    stage = {**defaults, **parsed.values, **given}.get("parallel.zero_stage", flags["parallel.zero_stage"].default)
+    parsed.notices += _offload_notices(path, checked.settings.get("zero_optimization", {}), stage)
+    peak = {**defaults, **given, **parsed.values}.get("optim.lr")
+    training = training_settings(checked.settings, checked.tree, peak)
+    parsed.problems += [f"--deepspeed_config {path}: {problem}" for problem in training.problems]
+    for setting in training.entries:
+        parsed.add(path, flags[setting[2]], given, setting)
+    return parsed
 
 
 def _offload_notices(path: str, zero: Mapping[str, Any], stage: int) -> Iterator[str]:
@@ -158,31 +160,31 @@ def _offload_notices(path: str, zero: Mapping[str, Any], stage: int) -> Iterator
 
 
 def _trains_in_bf16(settings: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether the file asks for bfloat16 and no flag says otherwise; DeepSpeed then casts the network to it.
+    """Returns True if the file enables bfloat16 and no flag overrides it; DeepSpeed then casts the network to it.
 
     Source: DeepSpeed `runtime/engine.py`, `_configure_distributed_model`.
     """
-    is_asked = any(_lookup(settings, (section, "enabled")) for section in ("bf16", "bfloat16"))
-    return is_asked and "precision.bf16" not in given
+    is_enabled = any(_lookup(settings, (section, "enabled")) for section in ("bf16", "bfloat16"))
+    return is_enabled and "precision.bf16" not in given
 
 
-def _is_present(settings: Mapping[str, Any], place: tuple[str, ...]) -> bool:
-    """Whether an entry is there whose value could not be used."""
-    section = _lookup(settings, place[:-1])
-    return isinstance(section, Mapping) and place[-1] in section
+def _is_present(settings: Mapping[str, Any], key_path: tuple[str, ...]) -> bool:
+    """Returns True if the entry exists, though its value could not be used."""
+    section = _lookup(settings, key_path[:-1])
+    return isinstance(section, Mapping) and key_path[-1] in section
 
 
-def _as_flag_value(flag: Flag, place: tuple[str, ...], entry: Any) -> Any:
+def _as_flag_value(flag: Flag, key_path: tuple[str, ...], entry: Any) -> Any:
     value = value_from_file(flag, entry)
-    if place[-1] == "initial_scale_power":
+    if key_path[-1] == "initial_scale_power":
         return 2.0**value
-    if place[-1] == "loss_scale" and value == 0:
+    if key_path[-1] == "loss_scale" and value == 0:
         return None  # DeepSpeed's notation for dynamic
     return value
 
 
-def _lookup(tree: Any, place: tuple[str, ...]) -> Any:
-    for key in place:
+def _lookup(tree: Any, key_path: tuple[str, ...]) -> Any:
+    for key in key_path:
         if not isinstance(tree, Mapping) or key not in tree:
             return None
         tree = tree[key]
@@ -205,10 +207,10 @@ _ALWAYS: Mapping[str, str] = types.MappingProxyType(
 
 @dataclass
 class TrainingSettings:
-    """What the two sections say.
+    """Flag values from the sections `optimizer` and `scheduler`.
 
     Attributes:
-        entries: (key in the file, what it says, destination "section.field", value).
+        entries: (key in the file, its entry, destination "section.field", value).
         problems: what is missing or cannot be represented, one sentence each, without the name of the file.
     """
 
@@ -217,13 +219,13 @@ class TrainingSettings:
 
 
 def training_settings(settings: Mapping[str, Any], tree: Mapping[str, Any], peak: float | None) -> TrainingSettings:
-    """The values of flags that follow from the sections `optimizer` and `scheduler`, except the values that are the
-    same number in the file and in a flag.
+    """Converts the sections `optimizer` and `scheduler` to flags, except entries that `governing_flags` maps as they
+    are.
 
     Args:
         settings: the checked entries of the file.
-        tree: the file as written, with the entries that are "auto".
-        peak: the peak learning rate, if it is known: a schedule names its floor as a share of it.
+        tree: the file as written, including entries set to "auto".
+        peak: the peak learning rate, if known: a schedule gives its minimum as a fraction of it.
     """
     training = TrainingSettings()
     optimizer = settings.get("optimizer", {})
@@ -249,8 +251,10 @@ def _add_schedule(
     kind, params = section.get("type"), section.get("params", {})
     style = _STYLES.get(str(kind))
     if style is None:
-        if "type" not in section:  # a wrong one is refused already
-            training.problems.append(f'"scheduler" has no "type". Give one of {", ".join(_STYLES)}, or remove it.')
+        if "type" not in section:  # an invalid one is refused elsewhere
+            training.problems.append(
+                f'"scheduler" has no "type". Use one of {", ".join(_STYLES)}, or remove the section.'
+            )
         return
     written = tree.get("params")
     given: Mapping[str, Any] = written if isinstance(written, Mapping) else {}
@@ -270,15 +274,15 @@ def _add_schedule(
 
 
 def _schedule_problems(kind: str, params: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """What the schedule lacks, or has that the trainer's does not support."""
+    """Missing entries of a schedule, and entries that the trainer does not support."""
     if params.get("warmup_type") != "linear":
         yield (
-            f'"scheduler.params.warmup_type" must be linear, not {params.get("warmup_type", "log")} (the '
-            "default of DeepSpeed): the learning rate rises in proportion to the steps here. Set it to linear, or "
-            "remove the section and give --lr-warmup-iters."
+            f'"scheduler.params.warmup_type" must be linear, not {params.get("warmup_type", "log")} (DeepSpeed\'s '
+            "default): only linear warmup is supported. Set it to linear, or remove the section and use "
+            "--lr-warmup-iters."
         )
     if kind != "WarmupLR" and given.get("total_num_steps") is None:
-        yield f'"scheduler.params.total_num_steps" is missing, which {kind} needs: the step that the decay ends with.'
+        yield f'"scheduler.params.total_num_steps" is required by {kind}: the last step of the decay.'
     unused = {"WarmupLR": ("total_num_steps", "cos_min_ratio"), "WarmupDecayLR": ("cos_min_ratio",)}
     for name in (*unused.get(kind, ("warmup_max_lr",)),):
         if name in params:

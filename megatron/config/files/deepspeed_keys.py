@@ -1,6 +1,6 @@
-"""Checking the entries of a DeepSpeed settings file against the table of its keys.
+"""Validation of a DeepSpeed settings file against the table of its keys.
 
-DeepSpeed itself ignores a misspelt key silently, and answers a removed one or a wrong value with a traceback.
+DeepSpeed itself silently ignores a misspelled key, and raises a traceback for a removed key or an invalid value.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from megatron.config.files.deepspeed_table import DeepSpeedKey, Range, deepspeed
 from megatron.config.flags.command_line import shown_value
 from megatron.config.flags.status_table import GOVERNED, IGNORED, REFUSED
 
-# A key may contain one typing error per this many letters, and always at least one.
+# One typo is accepted per this many letters, and always at least one.
 _LETTERS_PER_ERROR = 6
-_SHORTEST_BEGINNING = 4
-_LARGEST_WHOLE = 2**53
+_SHORTEST_PREFIX = 4
+_LARGEST_EXACT_INTEGER = 2**53
 _LONGEST_KEY = 80
-_MOST_UNKNOWN = 20
+_MAX_UNKNOWN_SHOWN = 20
 _PREFIX = "stage3_"
 
 
@@ -28,7 +28,7 @@ _PREFIX = "stage3_"
 class CheckedSettings:
     """The entries of a DeepSpeed file that have an effect, and messages about the others."""
 
-    settings: dict[str, Any] = field(default_factory=dict)  # what is passed on, or compared with flags
+    settings: dict[str, Any] = field(default_factory=dict)  # passed to DeepSpeed, or compared with flags
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     unknown: int = 0
@@ -38,18 +38,17 @@ class CheckedSettings:
 def check_settings(tree: Mapping[str, Any], name: str) -> CheckedSettings:
     """Checks every entry of a DeepSpeed file.
 
-    A name that looks like a comment (`_comment`, `//`, `#`) is left out, and so is every entry that is null or "auto"
-    and every section that is switched off.
+    Skips keys that look like comments (`_comment`, `//`, `#`), entries that are null or "auto", and disabled sections.
 
     Args:
         tree: the contents of the file.
-        name: what the file is called in messages.
+        name: the name of the file in messages.
     """
     checked = CheckedSettings(tree=tree)
     checked.settings = _check_section(tree, "", name, checked)
-    if checked.unknown > _MOST_UNKNOWN:
+    if checked.unknown > _MAX_UNKNOWN_SHOWN:
         checked.problems.append(
-            f"{name}: {checked.unknown - _MOST_UNKNOWN} more keys are unknown. Is it the right file?"
+            f"{name}: {checked.unknown - _MAX_UNKNOWN_SHOWN} more keys are unknown. Is it the right file?"
         )
     return checked
 
@@ -76,13 +75,13 @@ def _check_section(section: Mapping[str, Any], prefix: str, name: str, checked: 
             kept[key] = _checked_value(row, value, name, checked)
     for key in [key for key in kept if key.startswith(_PREFIX) and key.removeprefix(_PREFIX) in kept]:
         checked.problems.append(
-            f'{name}: "{prefix}{key}" sets the same as "{key.removeprefix(_PREFIX)}". Keep one of them.'
+            f'{name}: "{prefix}{key}" and "{key.removeprefix(_PREFIX)}" are the same setting. Keep one of them.'
         )
     return kept
 
 
 def _check_inside(section: Mapping[str, Any], prefix: str, name: str, checked: CheckedSettings) -> dict[str, Any]:
-    """What a section sets; if it is switched off, only that."""
+    """The settings of a section; of a disabled one, only `enabled`."""
     known = deepspeed_keys()
     is_disabled = section.get("enabled") is False and f"{prefix}enabled" in known
     if is_disabled or (section.get("device") == "none" and f"{prefix}device" in known):
@@ -95,14 +94,14 @@ def _check_inside(section: Mapping[str, Any], prefix: str, name: str, checked: C
 
 def _report_unknown(key: str, prefix: str, name: str, checked: CheckedSettings) -> None:
     checked.unknown += 1
-    if checked.unknown > _MOST_UNKNOWN:
+    if checked.unknown > _MAX_UNKNOWN_SHOWN:
         return
     shown = shown_value(key[:_LONGEST_KEY])[1:-1]
     known = [
         one.removeprefix(prefix) for one in deepspeed_keys() if one.startswith(prefix) and "." not in one[len(prefix) :]
     ]
     meant = closest_key(key.removeprefix(prefix), known)
-    hint = f'Did you mean "{prefix}{meant}"?' if meant else "DeepSpeed 0.19 reads no such key: remove it."
+    hint = f'Did you mean "{prefix}{meant}"?' if meant else "DeepSpeed 0.19 has no such key. Remove it."
     checked.problems.append(f'{name}: "{shown}" is unknown. {hint}')
 
 
@@ -128,20 +127,20 @@ def _is_active(value: Any, off: str) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """A value as JSON writes it, whatever kind of number it is; empty for a list or a section."""
+    """A scalar in JSON notation, the same for an int and an equal float; empty for a list or a section."""
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if isinstance(value, (bool, int, str)) else ""
 
 
 def _checked_value(row: DeepSpeedKey, value: Any, name: str, checked: CheckedSettings) -> Any:
-    """The value in the form DeepSpeed wants; a problem if it is not one that the key takes."""
+    """The value in DeepSpeed's form; adds a problem if it is invalid."""
     if isinstance(row.values, Range):
-        if row.values.is_list and isinstance(value, list) and all(_lies_within(item, row.values) for item in value):
+        if row.values.is_list and isinstance(value, list) and all(_is_within(item, row.values) for item in value):
             return [int(item) if row.values.is_whole else item for item in value]
-        if not row.values.is_list and _lies_within(value, row.values):
-            return int(value) if row.values.is_whole else value if abs(value) < _LARGEST_WHOLE else float(value)
-        expected = row.values.words
+        if not row.values.is_list and _is_within(value, row.values):
+            return int(value) if row.values.is_whole else value if abs(value) < _LARGEST_EXACT_INTEGER else float(value)
+        expected = row.values.description
     elif isinstance(row.values, tuple):
         if value in row.values:
             return value
@@ -158,7 +157,7 @@ def _checked_value(row: DeepSpeedKey, value: Any, name: str, checked: CheckedSet
     return None
 
 
-def _lies_within(value: Any, bounds: Range) -> bool:
+def _is_within(value: Any, bounds: Range) -> bool:
     return _is_number(value, bounds.is_whole) and bounds.least <= value <= bounds.most
 
 
@@ -176,9 +175,9 @@ def _wrong(name: str, row: DeepSpeedKey, expected: str, value: Any) -> str:
 
 
 def closest_key(key: str, known: Iterable[str]) -> str | None:
-    """The known key that `key` probably means: misspelt, in another style (zeroOptimization) or cut short.
+    """The known key closest to `key`: misspelled, in another style (zeroOptimization) or truncated.
 
-    Sharing words is not enough: a key of a newer DeepSpeed may share all but one of its words with an old key.
+    Common words are not enough: a key of a newer DeepSpeed may share all but one of them with an old key.
     """
     if len(key) > _LONGEST_KEY:
         return None
@@ -188,7 +187,7 @@ def closest_key(key: str, known: Iterable[str]) -> str | None:
     if distances[best] <= max(1, len(letters) // _LETTERS_PER_ERROR):
         return best
     longer = [name for name in distances if _letters(name).startswith(letters)]
-    return min(longer, key=lambda name: len(name)) if longer and len(letters) >= _SHORTEST_BEGINNING else None
+    return min(longer, key=lambda name: len(name)) if longer and len(letters) >= _SHORTEST_PREFIX else None
 
 
 def _letters(key: str) -> str:
@@ -196,10 +195,7 @@ def _letters(key: str) -> str:
 
 
 def _edit_distance(left: str, right: str) -> int:
-    """How many letters must be inserted, deleted, replaced or swapped with a neighbour to turn one text into the other.
-
-    Source: the restricted Damerau-Levenshtein distance (optimal string alignment).
-    """
+    """The restricted Damerau-Levenshtein distance (optimal string alignment)."""
     before: list[int] = []
     row = list(range(len(right) + 1))
     for i, letter in enumerate(left, 1):

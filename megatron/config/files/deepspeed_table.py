@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed settings file, with what happens to it: the rows of `deepspeed_keys.txt`."""
+"""The known keys of a DeepSpeed settings file and their status, read from `deepspeed_keys.txt`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Range:
     """The numbers from `least` to `most`, or lists of such numbers.
 
     Attributes:
-        words: for messages, such as "an integer from 1 to 10".
+        description: for messages, such as "an integer from 1 to 10".
     """
 
     least: float
     most: float
     is_whole: bool
     is_list: bool
-    words: str
+    description: str
 
 
 Values = type | tuple[str, ...] | Range
 _TYPES: Mapping[str, type] = types.MappingProxyType({"bool": bool, "section": dict, "texts": list})
-# Kind of a range: the numbers are whole, a value is a list of them, and what messages call them.
+# Kind of range -> (numbers are whole, values are lists, name in messages).
 _RANGES: Mapping[str, tuple[bool, bool, str]] = types.MappingProxyType(
     {
         "whole": (True, False, "an integer"),
@@ -43,14 +43,14 @@ _RANGES: Mapping[str, tuple[bool, bool, str]] = types.MappingProxyType(
 
 @dataclass(frozen=True)
 class DeepSpeedKey:
-    """One key: its dotted name, what happens to it, which values it takes, and why.
+    """One key: its dotted name, its status, the values it accepts, and the reason.
 
     Attributes:
-        reason: of an ignored or refused key; of a governed one, the flag.
-        values: of a supported or governed key: `bool`, `dict` (a section), `list` (of texts), words to choose from, or
+        reason: why a key is ignored or refused; the flag of a governed key.
+        values: of a supported or governed key: `bool`, `dict` (a section), `list` (of strings), a tuple of choices, or
             a range of numbers.
-        off: in the notation of JSON, a value of an ignored or refused key that turns nothing on, in addition to the
-            usual ones; empty if there is none.
+        off: a value, in JSON notation, with which an ignored or refused key has no effect, in addition to the usual
+            ones; may be empty.
     """
 
     name: str
@@ -62,7 +62,7 @@ class DeepSpeedKey:
 
 @functools.cache
 def deepspeed_keys() -> Mapping[str, DeepSpeedKey]:
-    """Reads the table; the keys by name."""
+    """Reads the table of keys, by name."""
     return types.MappingProxyType(
         {name: _key(name, row) for row in read_status_table(TABLE) for name in _spellings(row.name)}
     )
@@ -70,32 +70,32 @@ def deepspeed_keys() -> Mapping[str, DeepSpeedKey]:
 
 @functools.cache
 def governing_flags() -> Mapping[tuple[str, ...], str]:
-    """The flag of each setting that one flag governs, by the setting's path in the file."""
+    """The flag that governs each setting, by the path of the setting in the file."""
     keys = (key for key in deepspeed_keys().values() if key.status == GOVERNED and key.reason.startswith("--"))
     return types.MappingProxyType({tuple(key.name.split(".")): key.reason for key in keys})
 
 
 def _spellings(name: str) -> list[str]:
-    """The names that are meant: without and with the part in brackets."""
+    """The spellings of a name: without and with the part in brackets."""
     before, bracket, rest = name.partition("[")
     inside, _, after = rest.partition("]")
     return [before + after, before + inside + after] if bracket else [name]
 
 
 def _key(name: str, row: StatusRow) -> DeepSpeedKey:
-    if row.words[:1] == ["off"]:
-        return DeepSpeedKey(name, row.status, row.reason, None, row.words[1])
-    return DeepSpeedKey(name, row.status, row.reason, _values(row.words), "")
+    if row.arguments[:1] == ["off"]:
+        return DeepSpeedKey(name, row.status, row.reason, None, row.arguments[1])
+    return DeepSpeedKey(name, row.status, row.reason, _values(row.arguments), "")
 
 
-def _values(words: Sequence[str]) -> Values | None:
-    if not words:
+def _values(arguments: Sequence[str]) -> Values | None:
+    if not arguments:
         return None
-    if words[0] in _TYPES:
-        return _TYPES[words[0]]
-    if words[0] not in _RANGES:
-        return tuple(words[0].split("|"))
-    is_whole, is_list, kind = _RANGES[words[0]]
+    if arguments[0] in _TYPES:
+        return _TYPES[arguments[0]]
+    if arguments[0] not in _RANGES:
+        return tuple(arguments[0].split("|"))
+    is_whole, is_list, kind = _RANGES[arguments[0]]
     number = int if is_whole else float
-    least, most = words[1].replace("_", "").split("..")
+    least, most = arguments[1].replace("_", "").split("..")
     return Range(number(least), number(most), is_whole, is_list, f"{kind} from {least} to {most}")

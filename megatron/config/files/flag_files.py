@@ -1,4 +1,4 @@
-"""Files that flags come from: the user's own, a published architecture by name, and groups of weighted sources."""
+"""Files with flags: `--config`, model presets, and files with blends of data sources."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from megatron.secret_text import guarded, masked
 
 @dataclass(frozen=True)
 class FlagFilesConfig(ConfigSection):
-    """Where flags come from in addition to the command line."""
+    """Sources of flags besides the command line."""
 
     model_preset: str | None = flag(
-        None, "a published architecture by name, a file in examples/configs; --config and the command line win"
+        None,
+        "published architecture, by the name of a file in examples/configs; --config and the command line override it",
     )
     config: str | None = flag(
-        None, "JSON or YAML file with flags by name; the command line wins", once=True, path=PathUse.FILE
+        None, "JSON or YAML file with flags by name; the command line overrides it", once=True, path=PathUse.FILE
     )
 
 
-_MOST_UNKNOWN = 20  # guessing what was meant takes a millisecond each
+_MAX_UNKNOWN_SHOWN = 20  # finding the closest key takes a millisecond each
 _LONGEST_KEY = 80
-_OWN_ENTRIES = ("provenance", "notices")
+_RECORD_ENTRIES = ("provenance", "notices")
 
 
 @dataclass
 class ParsedFlagFile:
-    """What a configuration file said."""
+    """The values in a file of flags, and its problems."""
 
     values: dict[str, Any] = field(default_factory=dict)  # destination -> value
     problems: list[str] = field(default_factory=list)
@@ -46,62 +47,66 @@ class ParsedFlagFile:
 def read_config_file(path: str, flags: Mapping[str, Flag], sections: Collection[str]) -> ParsedFlagFile:
     """Reads a file of flags.
 
-    Keys are flag names with dashes or underscores, at the top or under the name of a section. A `config.json` that a
-    run wrote is such a file: only values that were given to that run are taken from it; the rest is derived again.
+    Keys are flag names with dashes or underscores, at the top level or under the name of a section. From a run's
+    `config.json` only the values given to that run are read; the rest is derived again.
 
     Args:
         path: JSON if it ends in .json, otherwise YAML (a superset of JSON).
         flags: destination ("section.field") -> flag.
         sections: names under which entries may be grouped.
     """
-    reading = ParsedFlagFile()
+    parsed = ParsedFlagFile()
     try:
         tree = _load(path)
     except ConfigError as failure:
-        reading.problems.extend(failure.problems)
-        return reading
-    by_key = {name.lstrip("-").replace("-", "_"): place for place, flag in flags.items() for name in flag.spellings}
+        parsed.problems.extend(failure.problems)
+        return parsed
+    by_key = {
+        name.lstrip("-").replace("-", "_"): destination
+        for destination, flag in flags.items()
+        for name in flag.spellings
+    }
     unknown = []
     for key, value in _entries(tree, sections):
-        place = by_key.get(key.replace("-", "_"))
-        if place is None:
+        destination = by_key.get(key.replace("-", "_"))
+        if destination is None:
             unknown.append(key)
         else:
-            _read_entry(path, key, place, flags[place], value, reading)
-    for key in unknown[:_MOST_UNKNOWN]:
+            _read_entry(path, key, destination, flags[destination], value, parsed)
+    for key in unknown[:_MAX_UNKNOWN_SHOWN]:
         guess = nearest(key[:_LONGEST_KEY].replace("-", "_"), list(by_key))
-        hint = f'Did you mean "{guess}"?' if guess else "Keys are the flags of --help without the leading dashes."
-        reading.problems.append(f'{path}: the key "{masked(key[:_LONGEST_KEY])}" is not a flag. {hint}')
-    if len(unknown) > _MOST_UNKNOWN:
-        reading.problems.append(
-            f"{path}: {len(unknown) - _MOST_UNKNOWN} more keys are not flags. Is it the right file?"
+        hint = f'Did you mean "{guess}"?' if guess else "Keys are the flags of --help without leading dashes."
+        parsed.problems.append(f'{path}: the key "{masked(key[:_LONGEST_KEY])}" is unknown. {hint}')
+    if len(unknown) > _MAX_UNKNOWN_SHOWN:
+        parsed.problems.append(
+            f"{path}: {len(unknown) - _MAX_UNKNOWN_SHOWN} more keys are unknown. Is it the right file?"
         )
-    return reading
+    return parsed
 
 
-def _read_entry(path: str, key: str, place: str, flag: Flag, value: Any, reading: ParsedFlagFile) -> None:
+def _read_entry(path: str, key: str, destination: str, flag: Flag, value: Any, parsed: ParsedFlagFile) -> None:
     if value is None:
         return
-    if place in reading.values or flag.field in reading.broken:
-        reading.problems.append(f'{path}: "{key}" sets the same flag as another key. Keep one of them.')
+    if destination in parsed.values or flag.field in parsed.broken:
+        parsed.problems.append(f'{path}: "{key}" sets the same flag as another key. Keep one of them.')
         return
     try:
         setting: Any = value_from_file(flag, value)
-        turned = flag.element is bool and not flag.spellings.get("--" + key.replace("_", "-"), True)
-        setting = (not setting) if turned else setting
+        negated = flag.element is bool and not flag.spellings.get("--" + key.replace("_", "-"), True)
+        setting = (not setting) if negated else setting
         for item in setting if flag.is_tuple else [setting]:
             if flag.facts.choices and item not in flag.facts.choices:
                 raise ConfigError(f"must be one of {', '.join(map(str, flag.facts.choices))}, not {shown_value(item)}")
     except ConfigError as failure:
-        reading.broken.add(flag.field)
-        reading.problems.append(f'{path}: "{key}" {failure}.')
+        parsed.broken.add(flag.field)
+        parsed.problems.append(f'{path}: "{key}" {failure}.')
         return
     try:
         check_paths(flag, f'{path}: "{key}"', setting)
-        reading.values[place] = setting
+        parsed.values[destination] = setting
     except ConfigError as failure:
-        reading.broken.add(flag.field)
-        reading.problems.extend(failure.problems)
+        parsed.broken.add(flag.field)
+        parsed.problems.extend(failure.problems)
 
 
 def _entries(tree: Mapping[str, Any], sections: Collection[str]) -> Iterator[tuple[str, Any]]:
@@ -111,7 +116,7 @@ def _entries(tree: Mapping[str, Any], sections: Collection[str]) -> Iterator[tup
             for inner, item in value.items():
                 if not isinstance(provenance, Mapping) or provenance.get(f"{key}.{inner}", "default") != "default":
                     yield str(inner), item
-        elif key not in _OWN_ENTRIES:
+        elif key not in _RECORD_ENTRIES:
             yield str(key), value
 
 
@@ -121,7 +126,7 @@ def _load(path: str) -> Mapping[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{name} holds a {type(tree).__name__}. It must hold a mapping of flag names to values.")
+        raise ConfigError(f"{name} must contain a mapping of flag names to values, not {type(tree).__name__}.")
     return tree
 
 
@@ -129,10 +134,10 @@ _MOST_SHOWN = 6
 
 
 def preset_path(name: str) -> Path:
-    """The file of a preset, whose hyphens may be left out: llama3-70b for llama-3-70b.
+    """The file of a preset; hyphens in the name are optional: llama3-70b for llama-3-70b.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the preset is unknown.
     """
     folder, names = _folder(), preset_names()
     spelled = [other for other in names if name == other or name.replace("-", "") == other.replace("-", "")]
@@ -148,35 +153,34 @@ def preset_path(name: str) -> Path:
 
 
 def preset_names() -> list[str]:
-    """The names of all presets."""
     return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def _folder() -> Path:
-    """`examples/configs` of the repository, which an installed package holds as its folder `presets`."""
+    """`examples/configs` of the repository, installed as `presets` in the package."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "presets"
     return installed if installed.is_dir() else package.parent / "examples" / "configs"
 
 
 def read_group_files(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Replaces each `--*-weighted-split-paths-path FILE` by the groups the file holds.
+    """Replaces each `--*-weighted-split-paths-path FILE` by the groups in the file.
 
     Source: the file format is bigscience Megatron-DeepSpeed's: one line, each group in double quotes, separated by
     blanks.
     """
     complete, problems = dict(values), []
     for split in ("train", "valid", "test"):
-        place, file_place = f"data.{split}_weighted_split_paths", f"data.{split}_weighted_split_paths_path"
-        path = values.get(file_place)
+        destination = f"data.{split}_weighted_split_paths"
+        path = values.get(f"{destination}_path")
         if path is None:
             continue
         name = f"--{split}-weighted-split-paths"
-        if place in values:
+        if destination in values:
             problems.append(f"{name} and {name}-path are both given. Drop one of them.")
             continue
         try:
-            complete[place] = _read_group_file(path, f"{name}-path")
+            complete[destination] = _read_group_file(path, f"{name}-path")
         except ConfigError as failure:
             problems.extend(failure.problems)
     return complete, problems
@@ -186,6 +190,6 @@ def _read_group_file(path: str, name: str) -> tuple[str, ...]:
     line = read_text(path, f"{name} {path}").strip()
     if len(line.splitlines()) != 1 or len(line) < 2 or line[0] != '"' or line[-1] != '"':
         raise ConfigError(
-            f'{name} {path} must hold one line of groups in double quotes: "NAME: W S:E PREFIX" "NAME: ...".'
+            f'{name} {path} must contain one line of groups in double quotes: "NAME: W S:E PREFIX" "NAME: ...".'
         )
     return tuple(map(guarded, line[1:-1].split('" "')))

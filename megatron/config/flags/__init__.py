@@ -1,4 +1,4 @@
-"""From typed dataclass fields to command-line flags: fields, sections, the command line, and upstream's other flags.
+"""Command-line flags from typed dataclass fields, and tables of upstream's other flags.
 
-The only package that knows argparse. It knows no section of the configuration.
+The only package that uses argparse. It does not refer to sections of the configuration.
 """

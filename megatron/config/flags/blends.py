@@ -1,4 +1,4 @@
-"""Flags that say which data is read: splits, blends of weighted sources, and groups of parts of sources."""
+"""Parsing of data flags: splits, weighted blends of sources, and named groups of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.errors import ConfigError
 from megatron.secret_text import SecretText, guarded, reveal
 
-MOCK_DATA = "mock:"  # the source of random ids, instead of a prefix
+MOCK_DATA = "mock:"  # a source of random ids instead of a prefix
 _SHARD_NAME = re.compile(r"-\d{5,}-of-\d{5,}$")
 
 
@@ -24,14 +24,14 @@ class WeightedPath:
 
 @dataclass(frozen=True)
 class WeightedGroup:
-    """A named blend of parts of datasets, read from `NAME: W S:E PREFIX, W S:E PREFIX`."""
+    """A named blend of dataset ranges, read from `NAME: W S:E PREFIX, W S:E PREFIX`."""
 
     name: str
     entries: tuple[WeightedPath, ...]
 
 
 def read_split(text: str) -> tuple[float, float, float]:
-    """Reads `969,30,1`: shares of train, validation and test, normalised; missing ones are 0.
+    """Reads `969,30,1`: the train, validation and test split, normalized; missing shares are 0.
 
     Raises:
         ConfigError: a share is not a number or is negative, or there are more than three, or all are 0.
@@ -40,10 +40,10 @@ def read_split(text: str) -> tuple[float, float, float]:
     try:
         shares = [float(part) for part in parts]
     except ValueError:
-        raise ConfigError(f"--split {text} is not a list of numbers. Write it like 969,30,1.") from None
+        raise ConfigError(f"--split {text} is invalid. Expected a list of numbers such as 969,30,1.") from None
     if len(shares) > 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
         raise ConfigError(
-            f"--split {shown_split(text)} must be up to three shares, none negative, not all 0. Write it like 969,30,1."
+            f"--split {shown_split(text)} must have up to three shares, none negative, not all 0, such as 969,30,1."
         )
     shares += [0.0] * (3 - len(shares))
     total = sum(shares)
@@ -51,46 +51,47 @@ def read_split(text: str) -> tuple[float, float, float]:
 
 
 def shown_split(text: str) -> str:
-    """A split in a form that can follow `--split` on a command line: without blanks."""
+    """A split without blanks, as an argument of `--split`."""
     return "".join(text.split())
 
 
-def read_blend(words: tuple[str, ...], name: str) -> tuple[tuple[float, str], ...]:
+def read_blend(arguments: tuple[str, ...], name: str) -> tuple[tuple[float, str], ...]:
     """Reads `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` into (weight, prefix) pairs.
 
-    Several without weights are weighted by their tokens, for which the weight 0 stands.
+    Prefixes without weights get the weight 0, which stands for their number of tokens.
 
     Raises:
-        ConfigError: an odd number of words, a weight that is not a positive number, or a NUL character.
+        ConfigError: an odd number of arguments, a weight that is not a positive number, or a NUL character.
     """
-    shown = " ".join(words)
+    shown = " ".join(arguments)
     _check_no_nul(shown, name)
-    if len(words) <= 1:
-        return tuple((1.0, word) for word in words)
-    if not any(_number(word) is not None for word in words) and not _quote_hint(words):
-        return tuple((0.0, word) for word in words)
-    if len(words) % 2:
+    if len(arguments) <= 1:
+        return tuple((1.0, prefix) for prefix in arguments)
+    if not any(_number(argument) is not None for argument in arguments) and not _quote_hint(arguments):
+        return tuple((0.0, prefix) for prefix in arguments)
+    if len(arguments) % 2:
         raise ConfigError(
-            f"{name} {shown} has {len(words)} words. Give prefixes, or pairs of weight and prefix{_quote_hint(words)}."
+            f"{name} {shown} has {len(arguments)} arguments. Expected prefixes, or weight-prefix "
+            f"pairs{_quote_hint(arguments)}."
         )
     pairs = []
-    for weight, prefix in zip(words[::2], words[1::2], strict=True):
+    for weight, prefix in zip(arguments[::2], arguments[1::2], strict=True):
         value = _number(weight)
         if value is None or not 0 < value < float("inf"):
             raise ConfigError(
-                f'{name} {shown}: "{weight}" must be a positive weight, followed by its prefix{_quote_hint(words)}.'
+                f'{name} {shown}: "{weight}" must be a positive weight, followed by its prefix{_quote_hint(arguments)}.'
             )
         pairs.append((value, prefix))
     return tuple(pairs)
 
 
 def read_weighted_group(text: str, name: str) -> WeightedGroup:
-    """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`; a prefix that holds a secret is guarded.
+    """Reads one group `NAME: W S:E PREFIX, W S:E PREFIX`; a prefix with a secret is guarded.
 
     Raises:
         ConfigError: the text does not have this form or holds a NUL, or a range is not within 0 <= S < E <= 1.
     """
-    group = _read_group(str(text), name)  # of a text with a secret, the masked form: its words may be shown
+    group = _read_group(str(text), name)  # masked, as messages show parts of it
     if not isinstance(text, SecretText):
         return group
     try:
@@ -99,8 +100,8 @@ def read_weighted_group(text: str, name: str) -> WeightedGroup:
         prefixes = []
     if [str(prefix) for prefix in prefixes] != [entry.prefix for entry in group.entries]:
         raise ConfigError(
-            f'{name} "{text}": a password or an option in it contains a comma or a blank, which separate the entries '
-            "of a group. Write %2C for a comma and %20 for a blank."
+            f'{name} "{text}": a password or option contains a comma or a blank, which separate entries of a group. '
+            "Write %2C for a comma and %20 for a blank."
         )
     entries = zip(group.entries, prefixes, strict=True)
     return WeightedGroup(group.name, tuple(replace(entry, prefix=prefix) for entry, prefix in entries))
@@ -109,33 +110,33 @@ def read_weighted_group(text: str, name: str) -> WeightedGroup:
 def _read_group(text: str, name: str) -> WeightedGroup:
     _check_no_nul(text, name)
     label, colon, rest = text.partition(":")
-    form = f'{name} "{text}": a group is written "NAME: WEIGHT START:STOP PREFIX, WEIGHT START:STOP PREFIX"'
+    form = f'{name} "{text}": expected "NAME: WEIGHT START:STOP PREFIX, WEIGHT START:STOP PREFIX"'
     if not colon or not label.strip() or not rest.strip():
         raise ConfigError(f"{form}; the name and its colon, or the entries, are missing.")
     entries = []
     for entry in rest.split(","):
-        words = entry.split()
-        if len(words) != 3:
-            raise ConfigError(f'{form}; the entry "{entry.strip()}" has {len(words)} words, not 3.')
-        weight, (start, stop) = _number(words[0]), _range(words[1])
+        arguments = entry.split()
+        if len(arguments) != 3:
+            raise ConfigError(f'{form}; the entry "{entry.strip()}" has {len(arguments)} parts, not 3.')
+        weight, (start, stop) = _number(arguments[0]), _range(arguments[1])
         if weight is None or not 0 < weight < float("inf"):
-            raise ConfigError(f'{form}; the weight "{words[0]}" is not a positive number.')
+            raise ConfigError(f'{form}; the weight "{arguments[0]}" is not a positive number.')
         if start is None or stop is None or not 0 <= start < stop <= 1:
-            raise ConfigError(f'{form}; the range "{words[1]}" must be START:STOP with 0 <= START < STOP <= 1.')
-        entries.append(WeightedPath(weight, start, stop, words[2]))
+            raise ConfigError(f'{form}; the range "{arguments[1]}" must be START:STOP with 0 <= START < STOP <= 1.')
+        entries.append(WeightedPath(weight, start, stop, arguments[2]))
     return WeightedGroup(label.strip(), tuple(entries))
 
 
-def _quote_hint(words: tuple[str, ...]) -> str:
-    """What to do if the shell has expanded a pattern."""
-    is_expanded = words[0].endswith(".parquet") or _SHARD_NAME.search(words[0])
+def _quote_hint(arguments: tuple[str, ...]) -> str:
+    """A hint if the shell has expanded a pattern."""
+    is_expanded = arguments[0].endswith(".parquet") or _SHARD_NAME.search(arguments[0])
     return "; a pattern of Parquet files must be quoted, so that the shell does not expand it" if is_expanded else ""
 
 
 def _check_no_nul(text: str, name: str) -> None:
     if "\0" in text:
         raise ConfigError(
-            f"{name} {text!r} contains a NUL character at position {text.index(chr(0))}, which no path can contain. "
+            f"{name} {text!r} contains a NUL character at position {text.index(chr(0))}, which is invalid in a path. "
             "The file it was read from is damaged: write it again."
         )
 

@@ -1,7 +1,6 @@
-"""Reading a command line into the fields of dataclasses; the only file that knows argparse.
+"""Parsing of command lines into dataclass fields; the only file that uses argparse.
 
-A boolean flag may carry a word (`--eval-only false`). All problems of a command line are collected, never just the
-first.
+Boolean flags accept a value (`--eval-only false`). All problems of a command line are collected, not only the first.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from megatron.secret_text import guarded, masked
 _TRUE_WORDS = frozenset({"true", "yes", "on"})
 _FALSE_WORDS = frozenset({"false", "no", "off"})
 _LONGEST_SHOWN = 200
-_OWN_FLAGS = "flags"
+_TOOL_FLAGS = "flags"
 _LARGEST_NUMBER = 2**63 - 1
-_LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses a larger factor of a float32 tensor
+_LARGEST_FLOAT32 = 3.4028234663852886e38  # torch refuses to multiply a float32 tensor by more
 _NEGATIVE_NUMBER = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?(,-?\d+)*$")
 
 
 @dataclass
 class ParsedCommandLine:
-    """The contents of a command line, before any rule between the values is checked."""
+    """The values on a command line, before rules between them are checked."""
 
     values: dict[str, Any]  # destination -> value
     problems: list[str]
-    broken: set[str]  # flags that were given but could not be read
-    spellings: dict[str, str]  # destination -> the option string that was used
-    occurrences: list[tuple[str, str, list[str]]] = field(default_factory=list)  # (destination, option, its words)
+    broken: set[str]  # flags whose values could not be read
+    spellings: dict[str, str]  # destination -> the option string on the command line
+    occurrences: list[tuple[str, str, list[str]]] = field(default_factory=list)  # (destination, option, arguments)
 
 
 def read_command_line(
@@ -53,49 +52,53 @@ def read_command_line(
     epilog: str = "",
     hidden: Sequence[str] = (),
 ) -> ParsedCommandLine:
-    """Reads `argv` against a set of flags; prints the help and exits if asked to.
+    """Parses `argv` against a set of flags; prints the help and exits for `--help`.
 
     Args:
-        flags: destination -> flag. A destination is any text, unique over all flags.
-        argv: the words after the program's name.
-        prog: the program's name, None for the one the process was started with.
-        description: what the program does, for the help.
+        flags: destination -> flag; a destination is any unique string.
+        argv: the arguments after the program's name.
+        prog: the program's name; None for that of the process.
+        description: description of the program, for the help.
         groups: (title, destinations) in the order of the help.
         epilog: printed after the flags.
-        hidden: destinations that are read but not shown in the help.
+        hidden: destinations that are accepted but not shown in the help.
     """
     parser, known = _build_parser(flags, argv, prog, description, [*groups, (argparse.SUPPRESS, hidden)], epilog)
     namespace = argparse.Namespace(occurrences=[])
     _, extra = parser.parse_known_args(list(argv), namespace)
-    reading = ParsedCommandLine({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
-    for destination, (option, words) in _by_flag(flags, reading).items():
+    parsed = ParsedCommandLine({}, _unknown_problems(extra, known), set(), {}, namespace.occurrences)
+    for destination, (option, arguments) in _by_flag(flags, parsed).items():
         flag = flags[destination]
-        reading.spellings[destination] = option
+        parsed.spellings[destination] = option
         try:
-            reading.values[destination] = value = value_from_words(flag, option, words)
+            parsed.values[destination] = value = parse_value(flag, option, arguments)
             check_paths(flag, option, value)
         except ConfigError as failure:
-            reading.problems.extend(failure.problems)
-            reading.broken.add(flag.field)
-            reading.values.pop(destination, None)
-    return reading
+            parsed.problems.extend(failure.problems)
+            parsed.broken.add(flag.field)
+            parsed.values.pop(destination, None)
+    return parsed
 
 
-def _by_flag(flags: Mapping[str, Flag], reading: ParsedCommandLine) -> dict[str, tuple[str, list[str]]]:
-    """The option and the words of each flag. Of one that was given several times the last value counts, and lists of
-    texts add up; two lists in which places have a meaning are a problem.
+def _by_flag(flags: Mapping[str, Flag], parsed: ParsedCommandLine) -> dict[str, tuple[str, list[str]]]:
+    """The option and the arguments of each flag.
+
+    The last value of a repeated flag counts and lists of strings are concatenated, but lists whose positions have a
+    meaning must not be repeated.
     """
     by_flag: dict[str, tuple[str, list[str]]] = {}
-    for destination, option, words in reading.occurrences:
-        flag, (_, before) = flags[destination], by_flag.get(destination, ("", words))
+    for destination, option, arguments in parsed.occurrences:
+        flag, (_, before) = flags[destination], by_flag.get(destination, ("", arguments))
         is_list = flag.is_tuple and flag.count is None
         if destination in by_flag and is_list and flag.element is str and not flag.facts.once:
-            words = [*before, *words]
-        elif before != words and (is_list or flag.facts.once or (flag.facts.by_layer and len(before + words) > 2)):
-            values = ", then ".join(masked(" ".join(each)) or "nothing" for each in (before, words))
-            all_values = ", with all its values" if is_list else ""
-            reading.problems.append(f"{option} is given twice: {values}. Give it once{all_values}.")
-        by_flag[destination] = option, words
+            arguments = [*before, *arguments]
+        elif before != arguments and (
+            is_list or flag.facts.once or (flag.facts.by_layer and len(before + arguments) > 2)
+        ):
+            values = ", then ".join(masked(" ".join(each)) or "nothing" for each in (before, arguments))
+            all_values = ", with all values" if is_list else ""
+            parsed.problems.append(f"{option} is given twice: {values}. Give it once{all_values}.")
+        by_flag[destination] = option, arguments
     return by_flag
 
 
@@ -107,10 +110,10 @@ def parse_flags(
     *,
     positional: str | None = None,
 ) -> Instance:
-    """Reads the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
+    """Parses the command line of a tool into an instance of `cls`, a dataclass of `flag()` fields.
 
     Args:
-        positional: the flag that words before the first flag belong to, such as `--load`.
+        positional: the flag that receives arguments before the first flag, such as `--load`.
 
     Raises:
         ConfigError: with all problems of the command line at once.
@@ -119,68 +122,70 @@ def parse_flags(
         argv = [positional, *argv]
     flags = {flag.field: flag for flag in flags_of(cls)}
     groups = areas_of(cls)
-    reading = read_command_line(flags, argv, prog=prog, description=description, groups=groups)
-    problems = [*reading.problems, *missing_problems(flags.values(), reading.values, reading.broken)]
-    missing = {flag.field for flag in flags.values() if flag.required and flag.field not in reading.values}
-    instance = build_unchecked(cls, reading.values)
-    problems.extend(relevant_problems([instance], reading.values, reading.broken | missing))
+    parsed = read_command_line(flags, argv, prog=prog, description=description, groups=groups)
+    problems = [*parsed.problems, *missing_problems(flags.values(), parsed.values, parsed.broken)]
+    missing = {flag.field for flag in flags.values() if flag.required and flag.field not in parsed.values}
+    instance = build_unchecked(cls, parsed.values)
+    problems.extend(relevant_problems([instance], parsed.values, parsed.broken | missing))
     if problems:
         raise ConfigError(problems)
     return instance
 
 
 def areas_of(cls: type) -> list[tuple[str, list[str]]]:
-    """The flags of a tool by area, for its help: its own, then the flags of each base class with a title."""
-    area_of = dict.fromkeys((flag.field for flag in flags_of(cls)), _OWN_FLAGS)
+    """The flags of a tool in groups for its help: its own, then those of each base class with a title."""
+    area_of = dict.fromkeys((flag.field for flag in flags_of(cls)), _TOOL_FLAGS)
     for base in reversed(cls.__mro__[1:]):
         title = vars(base).get("help_title")
         if title:
             area_of.update(
-                dict.fromkeys((flag.field for flag in flags_of(base) if area_of[flag.field] == _OWN_FLAGS), title)
+                dict.fromkeys((flag.field for flag in flags_of(base) if area_of[flag.field] == _TOOL_FLAGS), title)
             )
-    titles = dict.fromkeys([_OWN_FLAGS, *area_of.values()])
+    titles = dict.fromkeys([_TOOL_FLAGS, *area_of.values()])
     return [(title, [name for name, area in area_of.items() if area == title]) for title in titles]
 
 
-def value_from_words(flag: Flag, option: str, words: Sequence[str]) -> Any:
-    """Converts the words that followed an option.
+def parse_value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
+    """Converts the arguments of an option.
 
     Raises:
-        ConfigError: too few or too many words, or a word that is not of the flag's type.
+        ConfigError: too few or too many arguments, or an argument of the wrong type.
     """
     if flag.element is bool and not flag.is_tuple:
         turns_on = flag.spellings.get(option, True)
-        if not words:
+        if not arguments:
             return turns_on
-        return _single_value(flag, option, words) is turns_on
+        return _single_value(flag, option, arguments) is turns_on
     if not flag.is_tuple:
-        return _single_value(flag, option, words)
-    if flag.count is not None and len(words) != flag.count:
-        raise ConfigError(f"{option} takes {flag.count} values, {len(words)} given ({' '.join(words) or 'none'}).")
-    if flag.facts.nargs == "+" and not words:
-        raise ConfigError(f"{option} takes at least one value; give one or drop the flag.")
-    return tuple(_convert(flag, option, word) for word in words)
+        return _single_value(flag, option, arguments)
+    if flag.count is not None and len(arguments) != flag.count:
+        raise ConfigError(
+            f"{option} expects {flag.count} values, got {len(arguments)} ({' '.join(arguments) or 'none'})."
+        )
+    if flag.facts.nargs == "+" and not arguments:
+        raise ConfigError(f"{option} expects at least one value. Give one, or drop the flag.")
+    return tuple(_convert(flag, option, argument) for argument in arguments)
 
 
 def value_from_file(flag: Flag, value: Any) -> Any:
     """Converts an entry of a configuration file.
 
     Raises:
-        ConfigError: the entry is not of the flag's type; the message starts with what the entry must be.
+        ConfigError: the entry is not of the flag's type; the message starts with "must be".
     """
     if flag.is_tuple:
         items = value if isinstance(value, list) else [value]
         if flag.count is not None and len(items) != flag.count:
-            raise ConfigError(f"must be a list of {flag.count} values, {len(items)} given")
+            raise ConfigError(f"must be a list of {flag.count} values, got {len(items)}")
         return tuple(_from_file(flag, item) for item in items)
     return _from_file(flag, value)
 
 
 def check_paths(flag: Flag, option: str, value: Any) -> None:
-    """Checks that what is at the paths of a flag can be used as the flag needs it.
+    """Checks that existing paths are suitable for the flag.
 
     Args:
-        option: the flag as it was written, or the entry of a file, for the message.
+        option: the flag as written, or the entry of a file, for the message.
 
     Raises:
         ConfigError: one of them is a pipe, a device, a dangling link or the like.
@@ -193,44 +198,44 @@ def check_paths(flag: Flag, option: str, value: Any) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known spelling that resembles `name` most, if any does."""
+    """The known spelling closest to `name`; None if none is close."""
     close = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1, cutoff=0.7)
     return close[0] if close else None
 
 
-def _single_value(flag: Flag, option: str, words: Sequence[str]) -> Any:
-    if flag.facts.by_layer is not None and len(words) > 1:
-        return tuple(_convert(flag, option, word) for word in words)
-    if len(words) != 1:
-        given = f"{len(words)} given ({' '.join(words)})" if words else "none given"
+def _single_value(flag: Flag, option: str, arguments: Sequence[str]) -> Any:
+    if flag.facts.by_layer is not None and len(arguments) > 1:
+        return tuple(_convert(flag, option, argument) for argument in arguments)
+    if len(arguments) != 1:
+        given = f"{len(arguments)} ({' '.join(arguments)})" if arguments else "none"
         remedy = f" {flag.facts.remedy}" if flag.facts.remedy else ""
-        raise ConfigError(f"{option} takes one value, {given}.{remedy}")
-    return _convert(flag, option, words[0])
+        raise ConfigError(f"{option} expects one value, got {given}.{remedy}")
+    return _convert(flag, option, arguments[0])
 
 
-def _convert(flag: Flag, option: str, word: str) -> Any:
+def _convert(flag: Flag, option: str, argument: str) -> Any:
     if flag.element is bool:
-        if word.lower() in _TRUE_WORDS | _FALSE_WORDS:
-            return word.lower() in _TRUE_WORDS
-        if flag.facts.numeric and word in ("0", "1"):
-            return word == "1"
-        raise ConfigError(f'{option} takes no value, or true or false, not "{word}".')
+        if argument.lower() in _TRUE_WORDS | _FALSE_WORDS:
+            return argument.lower() in _TRUE_WORDS
+        if flag.facts.numeric and argument in ("0", "1"):
+            return argument == "1"
+        raise ConfigError(f'{option} expects no value, true or false, got "{argument}".')
     if flag.element is str:
-        if not word and flag.default != "":
-            raise ConfigError(f"{option} takes a string, but its value is empty. Is a variable in the script unset?")
-        return flag.facts.synonyms.get(word, word)
+        if not argument and flag.default != "":
+            raise ConfigError(f"{option} expects a string, got an empty one. Is a variable in the script unset?")
+        return flag.facts.synonyms.get(argument, argument)
     try:
-        value = flag.element(word)
+        value = flag.element(argument)
     except ValueError:
         value = math.nan
     is_too_large = isinstance(value, int) and abs(value) > _LARGEST_NUMBER
     if is_too_large or not math.isfinite(value):
         kind = "an integer" if flag.element is int else "a number"
         most = f" of at most {_LARGEST_NUMBER}" if is_too_large else ""
-        shown = word if len(word) <= _LONGEST_SHOWN else f"{word[:_LONGEST_SHOWN]}..."
-        raise ConfigError(f'{option} takes {kind}{most}, not "{shown}".')
+        shown = argument if len(argument) <= _LONGEST_SHOWN else f"{argument[:_LONGEST_SHOWN]}..."
+        raise ConfigError(f'{option} expects {kind}{most}, got "{shown}".')
     if abs(value) > _largest(flag):
-        raise ConfigError(f"{option} {word} is out of range. Its magnitude must be at most {_largest(flag)}.")
+        raise ConfigError(f"{option} {argument} is out of range. Its magnitude must be at most {_largest(flag)}.")
     return value
 
 
@@ -260,27 +265,27 @@ def _from_file(flag: Flag, value: Any) -> Any:
 
 
 def shown_value(value: Any) -> str:
-    """A value of a file for a message: without secrets, at most one line."""
+    """The value of a file entry for a message: one line, without secrets."""
     text = masked(repr(value))
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises our errors."""
+    """An ArgumentParser that raises ConfigError."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise ConfigError(f"{masked(message)}.")
 
 
 class _Collect(argparse.Action):
-    """Records an option and its words; they are converted later, so that every problem is found."""
+    """Records an option and its arguments, which are converted later so that all problems are found."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.occurrences.append((self.dest, option_string, [guarded(word) for word in values]))
+        namespace.occurrences.append((self.dest, option_string, [guarded(argument) for argument in values]))
 
 
 class _Help(argparse.Action):
-    """Prints the help and ends the program: all of it, or only the areas and flags named by the words after it."""
+    """Prints the help, or the groups and flags that its arguments match, and exits."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if values:
@@ -289,32 +294,32 @@ class _Help(argparse.Action):
         parser.exit()
 
 
-def _keep_named(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """Hides what no word matches: groups by their titles, other flags by their names.
+def _keep_named(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Hides flags of which neither the name nor the group's title matches.
 
     Raises:
-        ConfigError: nothing is left.
+        ConfigError: nothing matches.
     """
-    wanted = [re.sub(r"[_ ]", "-", word.lower().lstrip("-")) for word in words]
+    patterns = [re.sub(r"[_ ]", "-", argument.lower().lstrip("-")) for argument in arguments]
     is_empty, titles = True, []
     for group in parser._action_groups:
         shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         titles += [group.title or ""] if shown else []
-        if any(word in (group.title or "").lower().replace(" ", "-") for word in wanted):
+        if any(pattern in (group.title or "").lower().replace(" ", "-") for pattern in patterns):
             is_empty &= not shown
             continue
         for action in shown:
-            if any(word in name for word in wanted for name in action.option_strings):
+            if any(pattern in name for pattern in patterns for name in action.option_strings):
                 is_empty = False
             else:
                 action.help = argparse.SUPPRESS
     if is_empty:
-        raise ConfigError(f"--help {' '.join(words)} matches no flag and no area. The areas are: {'; '.join(titles)}.")
+        raise ConfigError(f"--help {' '.join(arguments)} matches no flag and no group. Groups: {'; '.join(titles)}.")
     parser.description = parser.epilog = None
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """One line per flag: its main name and its type."""
+    """Shows the main name and the type of each flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=48, width=140)
@@ -325,7 +330,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         return f"{action.option_strings[0]} {action.metavar}".rstrip()
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Keeps the line breaks of a multi-line text, such as the examples in a program's description."""
+        """Keeps the line breaks of multi-line descriptions."""
         if "\n" not in text.strip():
             return super()._fill_text(text, width, indent)
         return "\n".join((indent + line).rstrip() for line in text.strip().splitlines())
@@ -342,7 +347,7 @@ def _build_parser(
     groups: Sequence[tuple[str, Sequence[str]]],
     epilog: str,
 ) -> tuple[_Parser, list[str]]:
-    """A parser for a command line, and the spellings of all flags."""
+    """Builds the parser for a command line, and lists the spellings of all flags."""
     parser = _Parser(
         prog=prog,
         description=description,
@@ -355,13 +360,13 @@ def _build_parser(
         *("-h", "--help"),
         action=_Help,
         nargs="*",
-        help="show this, or only the areas and flags whose names contain a WORD",
+        help="show this help, or only the groups and flags whose names contain a WORD",
     )
-    parser._negative_number_matcher = _NEGATIVE_NUMBER  # argparse's own takes -1e-3 for a flag
+    parser._negative_number_matcher = _NEGATIVE_NUMBER  # argparse's default takes -1e-3 for a flag
     known = ["--help"]
-    # Half the time of reading a command line went to flags that are not on it: argparse gets all only for the help.
-    given = {word.partition("=")[0] for word in argv}
-    shows_help = any(word.startswith(("-h", "--help")) for word in given)
+    # argparse is slow to build: it gets only the flags on the command line, or all of them for the help.
+    given = {argument.partition("=")[0] for argument in argv}
+    shows_help = any(argument.startswith(("-h", "--help")) for argument in given)
     for title, destinations in groups:
         group = parser.add_argument_group(title)
         for destination in destinations:
@@ -394,22 +399,22 @@ def _help_text(flag: Flag) -> str:
 
 
 def _unknown_problems(extra: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Sentences about the words argparse could not assign: unknown flags, and values without a flag."""
+    """Sentences about arguments that argparse could not assign: unknown flags, and values without a flag."""
     problems: list[str] = []
     after_unknown = False
-    for word in extra:
-        if word.startswith("-"):
-            name = masked(word.split("=", 1)[0])
+    for argument in extra:
+        if argument.startswith("-"):
+            name = masked(argument.split("=", 1)[0])
             guess = meant_flag(name, known) or nearest(name, known)
             hint = f"Did you mean {guess}?" if guess else "See --help for all flags."
-            problems.append(f"{name} is not a flag of this program. {hint}")
+            problems.append(f"unknown flag {name}. {hint}")
             after_unknown = True
         elif not after_unknown:
-            problems.append(f'"{masked(word)}" does not belong to a flag. Put each value right after its flag.')
+            problems.append(f'unexpected argument "{masked(argument)}". Values must follow their flag.')
     return problems
 
 
-# Names that nanoGPT, the Hugging Face Trainer, litgpt, torchtitan and everyday speech use, by the flag that is meant.
+# Names in nanoGPT, the Hugging Face Trainer, litgpt, torchtitan and common usage, by the equivalent flag.
 _NAMES: Mapping[str, str] = types.MappingProxyType(
     {
         "--compile": "torch-compile",
@@ -445,6 +450,6 @@ _NAMES: Mapping[str, str] = types.MappingProxyType(
 
 
 def meant_flag(name: str, known: Collection[str]) -> str | None:
-    """The flag that is called `name` elsewhere; None if there is none among the known flags."""
+    """The known flag that other projects call `name`; None if there is none."""
     plain = name.lstrip("-").replace("_", "-")
     return next((flag for flag, names in _NAMES.items() if flag in known and plain in names.split()), None)

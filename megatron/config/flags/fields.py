@@ -1,6 +1,6 @@
-"""Declaring a dataclass field that is also a command-line flag, and reading those declarations back.
+"""Declarations of dataclass fields that are also command-line flags.
 
-A field declared with `flag()` becomes the flag of its name with dashes. A boolean field gets `--name` and `--no-name`.
+A field declared with `flag()` becomes a flag of the same name with dashes; a boolean field also gets `--no-name`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ MUST_MATCH = "must match"
 RUN_MUST_MATCH = "must match unless --finetune"
 FROM_CHECKPOINT = "from the checkpoint"
 
-SMALLEST_FLOAT32 = 2.0**-126  # anything below may count as 0 on the device
+SMALLEST_FLOAT32 = 2.0**-126  # smaller values may be flushed to 0 on the device
 
 
 class Unset(enum.Enum):
-    """Placeholder for a computed default until the section that holds the field is complete."""
+    """Placeholder for a computed default until the section is complete."""
 
     COMPUTED = "computed"
 
 
 @dataclass(frozen=True)
 class FlagFacts:
-    """What a field's `flag()` says, in addition to its type."""
+    """The arguments of `flag()`, which documents them."""
 
     help: str
     spelled: tuple[str, ...] = ()
@@ -58,16 +58,22 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
     """Declares a dataclass field that is also a flag.
 
     Args:
-        default: value when the flag is absent; left out, the flag is required, unless its default is computed. help:
-            one sentence for `--help`. **facts: the other fields of `FlagFacts`: `spelled` (more spellings; for a
-            boolean, a spelling with `-no-` turns it off), `nargs` ("+": at least one value), `choices`, the bounds
-            `at_least above at_most below`, `computed` (a function of the section that gives the default, and raises
-            ConfigError if it cannot), `follows` (the fields a computed default depends on), `resume` (what a resume
-            does with the field), `ignored` (why the flag has no effect), `remedy` (what to use instead of a value that
-            is refused), `synonyms` (other words for values), `by_layer` (several values may be written, one for each
-            layer; the field that takes them where they differ), `numeric` (a switch that may also be written with 1 or
-            0, because upstream's takes a word), `once` (two different values are refused, where otherwise the last one
-            would count, or lists of texts add up), `path` (what the flag does with the path that is its value).
+        default: value without the flag; omitted, the flag is required unless its default is computed.
+        help: one sentence for `--help`.
+        spelled: additional spellings; for a boolean, a spelling with `-no-` turns it off.
+        nargs: "+" requires at least one value.
+        choices: the allowed values.
+        at_least, above, at_most, below: bounds of the value.
+        computed: function of the section that returns the default, or raises ConfigError.
+        follows: fields that a computed default depends on.
+        resume: behavior of the field on resume.
+        ignored: reason that the flag has no effect.
+        remedy: alternative to a refused value, for the message.
+        synonyms: alternative names of values.
+        by_layer: field for several values, one for each layer.
+        numeric: a switch that also accepts 1 and 0, as upstream's does.
+        once: refuse two different values; otherwise the last one counts, and lists of strings are concatenated.
+        path: use of the path that is the value.
     """
     if "computed" in facts:
         default = Unset.COMPUTED
@@ -75,24 +81,24 @@ def flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> An
 
 
 def network_flag(default: Any = dataclasses.MISSING, help: str = "", **facts: Any) -> Any:
-    """Declares a flag that decides what the network is: a resume must match it. Takes the arguments of `flag`."""
+    """Declares a flag of the network architecture, which a resume must match. Takes the arguments of `flag`."""
     return flag(default, help, resume=MUST_MATCH, **facts)
 
 
 def derived(help: str, *, default: Any = dataclasses.MISSING, resume: str = MAY_CHANGE) -> Any:
-    """Declares a dataclass field that no flag sets: `resolve` computes it.
+    """Declares a dataclass field without a flag, computed by `resolve`.
 
     Args:
-        help: what it is.
-        default: its value in a record of an older version, which did not have it.
-        resume: what a resume does with it.
+        help: description of the field.
+        default: value for configurations saved by an older version without the field.
+        resume: behavior of the field on resume.
     """
     return dataclasses.field(default=default, metadata={"derived": help, "resume": resume}, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of a dataclass: its name, its type and what `flag()` was given."""
+    """A flag of a dataclass: its name, its type and the arguments of `flag()`."""
 
     field: str
     element: type
@@ -104,7 +110,7 @@ class Flag:
 
     @property
     def name(self) -> str:
-        """The flag as upstream spells it; a boolean that is on by default is known by the flag that turns it off."""
+        """The flag in upstream's spelling; `--no-...` for a boolean that is on by default."""
         return ("--no-" if self.default is True else "--") + self.field.replace("_", "-")
 
     @property
@@ -113,7 +119,7 @@ class Flag:
 
     @functools.cached_property
     def spellings(self) -> dict[str, bool]:
-        """Every accepted option string; False marks those that turn a boolean off."""
+        """The accepted option strings; False for those that turn a boolean off."""
         accepted = {self.positive_name: True}
         if self.element is bool:
             if not self.field.startswith("no_"):
@@ -126,14 +132,14 @@ class Flag:
 
     @property
     def type_name(self) -> str:
-        """The type as `--help` shows it."""
+        """The type for `--help`."""
         if not self.is_tuple:
             return self.element.__name__
         return f"{self.element.__name__} x {self.count}" if self.count else f"{self.element.__name__} ..."
 
     @property
     def shown_default(self) -> str:
-        """The default as `--help` and the golden list show it."""
+        """The default for `--help` and the golden list."""
         if self.element is bool and not self.is_tuple and self.default is not None:
             return "on" if self.default else "off"
         if isinstance(self.default, tuple):
@@ -142,12 +148,12 @@ class Flag:
 
     @property
     def empty_value(self) -> Any:
-        """The empty value of the flag's type: zero, false, the empty text or the empty tuple."""
+        """The empty value of the flag's type: zero, false, the empty string or the empty tuple."""
         return () if self.is_tuple else self.element()
 
 
 def as_written(name: str, value: Any) -> str:
-    """A flag and its value as on the command line."""
+    """A flag and its value as on a command line."""
     if isinstance(value, bool):
         return name if value else f"--no-{name.removeprefix('--')}"
     return f"{name} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
@@ -173,13 +179,13 @@ def _read_flags(cls: type) -> tuple[Flag, ...]:
 
 
 def resume_rule(field: dataclasses.Field[Any]) -> str:
-    """What a resume does with a field of a section."""
+    """The behavior of a field on resume."""
     facts = field.metadata.get("flag")
     return facts.resume if facts is not None else field.metadata.get("resume", MAY_CHANGE)
 
 
 def _read_type(hint: Any) -> tuple[type, bool, int | None]:
-    """Splits a field's type into (element, whether it is a tuple, fixed length of the tuple)."""
+    """Splits a field's type into (element type, is a tuple, fixed length of the tuple)."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     if typing.get_origin(hint) is tuple:

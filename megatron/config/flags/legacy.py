@@ -1,6 +1,6 @@
-"""Flags of published launch scripts that set no field here: accepted and ignored, or refused with what to use instead.
+"""Flags of published launch scripts without a field here: ignored with a warning, or refused with an alternative.
 
-The flags are in `legacy_flags.txt`, which says how it is read.
+The table is `legacy_flags.txt`, whose header describes its format.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TYPES: Mapping[str, type] = types.MappingProxyType({"bool": bool, "int": int, "
 
 @dataclass(frozen=True)
 class Legacy:
-    """A flag that is known but sets no field.
+    """A known flag without a field.
 
     Attributes:
-        harmless: the value that asks for what is done anyway, for which no message is shown; None if there is none.
+        harmless: the value that matches the behavior here and needs no message; None if there is none.
     """
 
     flag: Flag
@@ -34,36 +34,36 @@ class Legacy:
     harmless: Any
 
     def sentence(self, option: str, value: Any) -> str | None:
-        """The message for a user who gave it; None if the value asks for the default behavior."""
-        words = value if self.flag.is_tuple else (value,)
-        if value is False or (self.harmless is not None and words == (self.harmless,)):
+        """The message for a given value; None if the value has no effect."""
+        values = value if self.flag.is_tuple else (value,)
+        if value is False or (self.harmless is not None and values == (self.harmless,)):
             return None
-        shown = option if value is True else f"{option} {' '.join(str(word) for word in words)}".rstrip()
+        shown = option if value is True else f"{option} {' '.join(map(str, values))}".rstrip()
         verb = IGNORING if self.status == IGNORED else "is refused"
         return f"{shown} {verb}: {self.reason}"
 
 
-# Spellings of supported flags that upstream has dropped.
+# Spellings of supported flags that upstream has removed.
 DEPRECATED: Mapping[str, str] = types.MappingProxyType(
     {
-        "--deepscale": "it is an old name for --deepspeed.",
-        "--deepscale_config": "it is an old name for --deepspeed_config.",
-        "--deepscale-config": "it is an old name for --deepspeed_config.",
+        "--deepscale": "it is an old name of --deepspeed.",
+        "--deepscale_config": "it is an old name of --deepspeed_config.",
+        "--deepscale-config": "it is an old name of --deepspeed_config.",
     }
 )
 
 
 @functools.cache
 def legacy_flags() -> Mapping[str, Legacy]:
-    """Reads the table; every flag that is known but sets no field, by its destination `legacy.name`."""
+    """Reads the table of flags without a field, by destination `legacy.name`."""
     entries = map(_entry, read_status_table(TABLE))
     return types.MappingProxyType({f"legacy.{entry.flag.field}": entry for entry in entries})
 
 
 def _entry(row: StatusRow) -> Legacy:
-    (name, *spelled), type_name = row.name.split(","), row.words[0] if row.words else "bool"
+    (name, *spelled), type_name = row.name.split(","), row.arguments[0] if row.arguments else "bool"
     element = _TYPES[type_name.removesuffix("...")]
-    harmless = element(row.words[1]) if row.words[1:] else None
+    harmless = element(row.arguments[1]) if row.arguments[1:] else None
     facts = FlagFacts(help=row.reason, spelled=tuple(spelled), numeric=True)
     default, is_tuple = False if element is bool else harmless, type_name.endswith("...")
     field = name.removeprefix("--").replace("-", "_")

@@ -1,4 +1,4 @@
-"""What a program gives the trainer besides a command line: the interface for programs outside this package."""
+"""The interface for programs that call the trainer: defaults, fixed values, log styles and callbacks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RunFileNames:
     """Names of the files that describe a start in the run folder, besides config.json.
 
     Attributes:
-        commit: the commit; also the changes since, unless `changes` names a file for them.
-        changes: the changes as a patch.
-        flags: the flags of the program that started the run; None for no such file.
+        commit: file with the commit, followed by the changes unless `commit_is_alone`.
+        changes: file with uncommitted changes as a patch.
+        flags: file with the flags of the program that started the run; None for no such file.
     """
 
     commit: str
@@ -28,14 +28,14 @@ class RunFileNames:
 
 @dataclass(frozen=True)
 class Program:
-    """What a program decides, prefers and names; `pretrain_gpt.py` leaves everything to its flags.
+    """Settings of a program; `pretrain_gpt.py` has none.
 
     Attributes:
-        decided: words that the program itself gives for some destinations ("section.field"); nothing may disagree.
-        defaults: values that the program prefers to the trainer's defaults; a preset, a file or a flag wins.
-        log_styles: more names that --log-style takes, each with a function that imports the style, a
+        fixed: values by destination ("section.field") that flags and files must not contradict.
+        defaults: values that replace the trainer's defaults; presets, files and flags override them.
+        log_styles: additional values of --log-style, each with a function that imports the style, a
             `megatron.observe.console.LineStyle`.
-        run_files: more names that --run-files takes.
+        run_files: additional values of --run-files.
         callbacks: imports the additional callbacks of its runs, each a class like `megatron.train.callback.Callback`.
     """
 
@@ -48,12 +48,12 @@ class Program:
     def with_known_names(
         self, values: Mapping[str, Any], from_file: Collection[str]
     ) -> tuple[dict[str, Any], list[str], list[str]]:
-        """Checks the values that are names of this program's or of the trainer's.
+        """Checks --log-style and --run-files.
 
-        The configuration file of another program's run may hold a name of that program: the default takes its place.
+        A configuration file of another program's run may contain a name of that program: the default replaces it.
 
         Returns:
-            the values, what is wrong with them, and what the user should know.
+            The values, problems, and notices for the user.
         """
         checked, problems, notices = dict(values), [], []
         for name, known in (
@@ -64,7 +64,7 @@ class Program:
             if value not in known and name in from_file:
                 del checked[name]
                 used = self.defaults.get(name, known[0])
-                notices.append(f"{option} {value} is a name of another program; {option} {used} is used.")
+                notices.append(f"{option} {value} belongs to another program; {option} {used} is used.")
             elif value not in known:
                 problems.append(f"{option} {value} is unknown. Use one of: {', '.join(known)}.")
         return checked, problems, notices

@@ -1,6 +1,6 @@
-"""Sections of the configuration: dataclasses of flags that complete and check themselves.
+"""Base class of configuration sections: dataclasses of flags that complete and check themselves.
 
-All problems of a section are collected, never just the first.
+All problems of a section are collected, not only the first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPTION = re.compile(r"(?<![\w-])--[\w-]*\w")
 
 
 class ConfigSection:
-    """Base of a dataclass of flags: completes itself, then checks itself.
+    """Base class for a dataclass of flags, which completes and then checks itself.
 
     Attributes:
         help_title: heading of its flags in the help of tools whose flags extend it.
@@ -41,7 +41,7 @@ class ConfigSection:
             raise ConfigError(problems)
 
     def compute_defaults(self) -> None:
-        """Fills in every computed default that can be computed; `all_problems` says why one cannot."""
+        """Fills in computed defaults; `all_problems` reports those that cannot be computed."""
         for flag in flags_of(type(self)):
             if flag.facts.computed is not None and getattr(self, flag.field) is Unset.COMPUTED:
                 try:
@@ -50,14 +50,14 @@ class ConfigSection:
                     continue
 
     def complete(self) -> None:
-        """Makes fields agree where one implies another (a frozen dataclass uses `set_derived`)."""
+        """Sets fields that others imply (with `set_derived`, as the dataclass is frozen)."""
 
     def problems(self) -> Iterator[str]:
-        """One sentence for every broken rule between the fields of this section."""
+        """Yields a sentence for every broken rule between the fields of this section."""
         return iter(())
 
     def all_problems(self) -> Iterator[str]:
-        """The broken rules, and why a default cannot be computed."""
+        """Yields the broken rules, and the reasons that defaults cannot be computed."""
         for flag in flags_of(type(self)):
             if flag.facts.computed is not None and getattr(self, flag.field) is Unset.COMPUTED:
                 try:
@@ -67,15 +67,15 @@ class ConfigSection:
         yield from self.problems()
 
     def set_derived(self, field: str, value: Any) -> None:
-        """Writes a derived value during construction."""
+        """Sets a derived value during construction."""
         object.__setattr__(self, field, value)
 
 
 def bound_problems(section: Any, written: Mapping[str, str] = _AS_NAMED) -> Iterator[tuple[str, str]]:
-    """The name of every field whose value is outside its bounds or choices, and a sentence that says so.
+    """Yields (field, sentence) for every value outside its bounds or choices.
 
     Args:
-        written: how flags were spelled, by field.
+        written: the spelling of flags on the command line, by field.
     """
     for flag in flags_of(type(section)):
         option = written.get(flag.field, flag.positive_name)
@@ -88,21 +88,21 @@ def bound_problems(section: Any, written: Mapping[str, str] = _AS_NAMED) -> Iter
                 allowed = ", ".join(str(choice) for choice in facts.choices)
                 sentence = f"{option} {value} is unknown. Use one of: {allowed}."
                 yield flag.field, sentence + _after(facts.remedy)
-            for bound, breaks, words in (
+            for bound, breaks, relation in (
                 (facts.at_least, operator.lt, "at least"),
                 (facts.above, operator.le, "more than"),
                 (facts.at_most, operator.gt, "at most"),
                 (facts.below, operator.ge, "less than"),
             ):
                 if bound is not None and breaks(value, bound):
-                    sentence = f"{option} {value} is out of range. It must be {words} {bound}."
+                    sentence = f"{option} {value} is out of range. It must be {relation} {bound}."
                     yield flag.field, sentence + _after(facts.remedy)
 
 
 def build_unchecked(cls: type[Instance], values: Mapping[str, Any]) -> Instance:
-    """Builds a frozen section without checking it, so that the problems of several sections can be shown at once.
+    """Builds a section without checking it, so that problems of several sections can be reported together.
 
-    A required value that is missing is replaced by the empty value of its type.
+    A missing required value is replaced by the empty value of its type.
     """
     instance = object.__new__(cls)
     empty = {flag.field: flag.empty_value for flag in flags_of(cls)}
@@ -116,7 +116,7 @@ def build_unchecked(cls: type[Instance], values: Mapping[str, Any]) -> Instance:
 
 
 def missing_problems(flags: Iterable[Flag], values: Mapping[str, Any], broken: set[str]) -> list[str]:
-    """One sentence for every required flag that has no value."""
+    """Returns a sentence for every required flag without a value."""
     return [
         f"{flag.positive_name} is required: {flag.facts.help}."
         for flag in flags
@@ -131,26 +131,32 @@ def relevant_problems(
     rules: Iterable[str] = (),
     written: Mapping[str, str] = _AS_NAMED,
 ) -> list[str]:
-    """The broken bounds and rules of sections, and of `rules` between them, without those that only repeat another.
+    """Returns the broken bounds and rules of sections, and `rules` between them, without consequential errors.
 
-    Nothing is reported about a value that is `refused` already (unreadable or missing) or computed from a wrong one,
-    and no rule is applied to a value that is out of bounds. `given` and `refused` hold names of fields, `written` how
-    their flags were spelled.
+    Nothing is reported about a value that is `refused` already (unreadable or missing) or computed from an invalid one,
+    or about rules on a value that is out of bounds.
+
+    Args:
+        given: fields with a given value.
+        refused: fields without a usable value.
+        written: the spelling of flags on the command line, by field.
     """
     bounds = [pair for section in sections for pair in bound_problems(section, written)]
-    wrong = refused | {name for name, _ in bounds}
+    invalid = refused | {name for name, _ in bounds}
     computed = {
         flag.field
         for section in sections
         for flag in flags_of(type(section))
-        if flag.field not in given and wrong.intersection(flag.facts.follows)
+        if flag.field not in given and invalid.intersection(flag.facts.follows)
     }
     out_of_bounds = [sentence for name, sentence in bounds if name not in refused | computed]
-    options = {"--" + name.replace("_", "-") for name in wrong | computed}
-    own = [
+    options = {"--" + name.replace("_", "-") for name in invalid | computed}
+    section_rules = [
         sentence for section in sections if isinstance(section, ConfigSection) for sentence in section.all_problems()
     ]
-    return out_of_bounds + [text for text in [*own, *rules] if not options.intersection(_OPTION.findall(text))]
+    return out_of_bounds + [
+        text for text in [*section_rules, *rules] if not options.intersection(_OPTION.findall(text))
+    ]
 
 
 def _after(sentence: str) -> str:

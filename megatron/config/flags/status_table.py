@@ -1,8 +1,8 @@
-"""Tables of known names, kept as text: each line with a status and a reason holds for the indented names below it.
+"""Tables of known names in text files: a line with status and reason applies to the indented names below it.
 
-ignored: why nothing comes of them
-  name and further words
-  another name
+ignored: the reason
+  name argument ...
+  another_name
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ REFUSED = "refused"
 
 
 class StatusRow(NamedTuple):
-    """One name with its status, the reason (empty where the table gives none), and the words after the name."""
+    """A name with its status, the reason (may be empty), and the arguments after the name."""
 
     name: str
     status: str
     reason: str
-    words: list[str]
+    arguments: list[str]
 
 
 def read_status_table(path: Path) -> Iterator[StatusRow]:
-    """Reads the rows of a table in their order; lines that begin with `#` are comments."""
+    """Reads the rows of a table in order; lines that begin with `#` are comments."""
     status = reason = ""
     for line in read_plain_text(path).splitlines():
         if line.startswith("  "):
-            name, *words = line.split()
-            yield StatusRow(name, status, reason, words)
+            name, *arguments = line.split()
+            yield StatusRow(name, status, reason, arguments)
         elif not line.startswith("#"):
             status, _, reason = line.partition(": ")

@@ -1,7 +1,6 @@
-"""Rules between flags, a file a subject: what can be combined, and the way out where it cannot.
+"""Rules between flags, one file per subject. Bounds of a single flag are declared with its field.
 
-What one flag may be stands beside its field. A rule is a generator of sentences, one for each way in which it is
-broken, under a decorator of `rule.py` that says when it is checked; `checking.py` finds it by that. Rules are checked
-in the order of their files there and of their lines, and see values that are out of bounds or missing: those are
-refused anyway, together with all that is broken.
+A rule is a generator that yields a sentence for each violation. A decorator of `rule.py` sets the phase in which it is
+checked; `checking.py` collects the rules in the order of files and lines. Rules also receive values that are missing or
+out of bounds, which are refused separately.
 """

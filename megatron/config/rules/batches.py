@@ -1,4 +1,4 @@
-"""Batch sizes: micro-batches, the global batch and its ramp-up, and the replicas that share them."""
+"""Batch sizes: micro-batches, the global batch and its ramp-up, and data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from megatron.config.rules.rule import run_rule, world_rule
 from megatron.config.run_sections import RunSections
 
-_MOST_RAMP_UP_STEPS = 1_000_000  # each is counted where the length of a run is planned
+_MOST_RAMP_UP_STEPS = 1_000_000  # planning the length of a run iterates over them
 
 
 @run_rule
 def _sizes(run: RunSections) -> Iterator[str]:
     micro, batch = run.optim.micro_batch_size, run.optim.global_batch_size
     if micro is None and batch is None:
-        yield "--micro-batch-size is required: samples per forward pass of one model replica."
+        yield "--micro-batch-size is required: batch size per model replica and forward pass."
     if batch is not None and micro and batch % micro:
         lower = batch // micro * micro
         yield (
-            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. "
-            f"Use {f'{lower} or ' if lower else ''}{lower + micro}."
+            f"--global-batch-size {batch} is not a multiple of --micro-batch-size {micro}. Use "
+            f"{f'{lower} or ' if lower else ''}{lower + micro}."
         )
 
 
@@ -35,30 +35,30 @@ def _ramp_up(run: RunSections) -> Iterator[str]:
         return
     if samples // start > _MOST_RAMP_UP_STEPS:
         yield (
-            f"{given} could take {samples // start} steps. Give at most {start * _MOST_RAMP_UP_STEPS} samples, "
+            f"{given} may take {samples // start} steps. Use at most {start * _MOST_RAMP_UP_STEPS} samples, "
             "or a larger start."
         )
         return
     if optim.global_batch_size is None:
-        yield f"{given} needs --global-batch-size, the size the batch grows to."
+        yield f"{given} requires --global-batch-size, the final size."
     elif start > optim.global_batch_size:
-        yield f"{given} starts above --global-batch-size {optim.global_batch_size}. Start at or below it."
+        yield f"{given} starts above --global-batch-size {optim.global_batch_size}. Use a smaller start."
     elif (optim.global_batch_size - start) % increment:
         yield (
-            f"{given}: from {start} to --global-batch-size {optim.global_batch_size} is "
-            f"{optim.global_batch_size - start}, which is not a multiple of the increment {increment}. Use an "
-            "increment that divides it."
+            f"{given}: the difference between --global-batch-size {optim.global_batch_size} and {start}, "
+            f"{optim.global_batch_size - start}, is not a multiple of the increment {increment}. Use an increment that "
+            "divides it."
         )
     if optim.micro_batch_size and (start % optim.micro_batch_size or increment % optim.micro_batch_size):
         yield (
-            f"{given}: start and increment must be multiples of --micro-batch-size {optim.micro_batch_size}, or "
-            "some step could not be split into micro-batches."
+            f"{given}: start and increment must be multiples of --micro-batch-size {optim.micro_batch_size}, so that "
+            "each step consists of whole micro-batches."
         )
 
 
 @world_rule
 def _shares(run: RunSections, world_size: int) -> Iterator[str]:
-    """Each replica gets whole micro-batches of every global batch, unless the sizes contradict each other already."""
+    """Each replica must get whole micro-batches of every global batch."""
     micro, batch, ramp = run.optim.micro_batch_size, run.optim.global_batch_size, run.optim.rampup_batch_size
     if batch is None or any(_sizes(run)) or any(_ramp_up(run)):
         return
@@ -67,7 +67,7 @@ def _shares(run: RunSections, world_size: int) -> Iterator[str]:
         for size in (batch, *(ramp or ())[:2]):
             if size % replicas:
                 yield (
-                    f"a global batch of {size} (--global-batch-size, --rampup-batch-size) cannot be shared by "
+                    f"a global batch of {size} (--global-batch-size, --rampup-batch-size) is not divisible by "
                     f"{replicas} data-parallel replicas. Use a multiple of {replicas}, or another number of processes."
                 )
         return

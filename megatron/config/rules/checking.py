@@ -1,4 +1,4 @@
-"""All rules, and the sentences of those that are broken at each moment."""
+"""All rules, and the violations in each phase."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron.errors import ConfigError
 
 Model = TypeVar("Model", bound=ModelRequest)
 
-# In the order in which what is wrong is shown.
+# In the order of their messages.
 _SUBJECTS = (
     *(network, precision, sequence, layout, pipeline, experts, batches, schedule, optimizer, objective),
     *(data, checkpoints, kernels, safety, deepspeed, megatron_lm),
@@ -39,14 +39,14 @@ RULES = tuple(rule for subject in _SUBJECTS for rule in vars(subject).values() i
 
 
 def sentences(phase: Phase, *facts: object) -> Iterator[str]:
-    """Sentences of the rules of a moment that are broken by the facts that they are called with."""
+    """Yields the sentences of violated rules of a phase, called with `facts`."""
     for rule in RULES:
         if rule.phase is phase:
             yield from rule(*facts)
 
 
 def checked_model(model: Model) -> Model:
-    """The network, if its flags can be combined.
+    """Returns the model if no rule is violated.
 
     Raises:
         ConfigError: with all problems at once.
@@ -57,19 +57,19 @@ def checked_model(model: Model) -> Model:
 
 
 def run_problems(run: RunSections) -> Iterator[str]:
-    """Broken rules of a run, requested or resolved."""
+    """Yields the violations of a run, requested or resolved."""
     yield from sentences(Phase.MODEL, run.model)
     yield from sentences(Phase.RUN, run)
 
 
 def request_problems(run: ReadFlags) -> Iterator[str]:
-    """Broken rules of a run's flags, before the machine and the tokenizer are known."""
+    """Yields the violations of a run's flags, before the machine and the tokenizer are known."""
     yield from run_problems(run)
     yield from sentences(Phase.REQUEST, run)
 
 
 def world_problems(run: RunSections, world_size: int) -> list[str]:
-    """Sentences of the first broken rule of a run on so many processes; later ones rely on it."""
+    """Sentences of the first violated rule on this many processes; later rules depend on earlier ones."""
     for rule in RULES:
         if rule.phase is Phase.WORLD and (problems := list(rule(run, world_size))):
             return problems

@@ -1,4 +1,4 @@
-"""A resolved run and the settings of its --deepspeed_config file, as far as no flag governs them."""
+"""Settings of --deepspeed_config without a flag, compared with the resolved run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megatron.config.rules.rule import resolved_rule
 from megatron.config.run_sections import ResolvedSections
 
 _SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Settings that ZeRO stages 2 and 3 do not have, with the value that they have there.
-_OF_LOWER_STAGES = (("prescale_gradients", False), ("gradient_predivide_factor", 1))
+# Settings that ZeRO stages 2 and 3 do not support, with their fixed values.
+_LOWER_STAGES_ONLY = (("prescale_gradients", False), ("gradient_predivide_factor", 1))
 
 
 @resolved_rule
 def _loss_scale(config: ResolvedSections, machine: Machine) -> Iterator[str]:
     least = config.precision.min_loss_scale
     if config.precision.fp16 and least != int(least):
-        yield f"--min-loss-scale {least} is not an integer, as DeepSpeed's loss scaler wants. Use 1 or more."
+        yield f"--min-loss-scale {least} must be an integer for DeepSpeed's loss scaler. Use 1 or more."
 
 
 @resolved_rule
@@ -29,40 +29,41 @@ def _settings(config: ResolvedSections, machine: Machine) -> Iterator[str]:
         return
     settings, stage = read_settings(path), parallel.effective_zero_stage
     given = f"--deepspeed_config {path}:"
-    theirs = settings.get("gradient_accumulation_steps")
+    configured = settings.get("gradient_accumulation_steps")
     samples_per_micro_step = optim.micro_batch_size * parallel.data_parallel_size
-    ours = optim.global_batch_size // samples_per_micro_step
-    if theirs not in (None, ours):
+    expected = optim.global_batch_size // samples_per_micro_step
+    if configured not in (None, expected):
         yield (
-            f'{given} "gradient_accumulation_steps" is {theirs} there, but a global batch of {optim.global_batch_size} '
+            f'{given} "gradient_accumulation_steps" is {configured}, but a global batch of {optim.global_batch_size} '
             f"in micro-batches of {optim.micro_batch_size} on {parallel.data_parallel_size} data-parallel rank(s) "
-            f"gives {ours}. Remove the entry or change --global-batch-size to {theirs * samples_per_micro_step}."
+            f"gives {expected}. Remove the entry or change --global-batch-size to "
+            f"{configured * samples_per_micro_step}."
         )
     dtype = settings.get("data_types", {}).get("grad_accum_dtype")
-    own = _SHORT_NAMES[config.precision.dtype_name]
-    if dtype not in (None, "fp32", own):
+    trained = _SHORT_NAMES[config.precision.dtype_name]
+    if dtype not in (None, "fp32", trained):
         yield (
-            f'{given} "data_types.grad_accum_dtype" is {dtype} there, but the run trains in {own}. It must be '
-            f"{' or '.join(dict.fromkeys(['fp32', own]))}, or be omitted."
+            f'{given} "data_types.grad_accum_dtype" is {dtype}, but the run trains in {trained}. It must be '
+            f"{' or '.join(dict.fromkeys(['fp32', trained]))}, or be omitted."
         )
     zero = settings.get("zero_optimization", {})
     if stage == 0 and (zero.get("offload_optimizer", {}).get("device", "none") != "none" or zero.get("cpu_offload")):
         yield (
-            f'{given} "zero_optimization.offload_optimizer" is set there, but ZeRO stage 0 divides nothing that could '
-            "be offloaded. Use --zero-stage 1 or remove it."
+            f'{given} "zero_optimization.offload_optimizer" requires ZeRO stage 1 or higher. Use --zero-stage 1 or '
+            "remove it."
         )
     ratio = offloaded_ratio(zero)
-    of_ratio = f'{given} "zero_optimization.offload_optimizer.ratio" is {ratio:g} there,'
+    partial = f'{given} "zero_optimization.offload_optimizer.ratio" {ratio:g}'
     if ratio < 1 and 1 <= stage < 3:
         yield (
-            f"{of_ratio} and ZeRO stage {stage} offloads the optimizer's state as a whole. Use --zero-stage 3 or "
+            f"{partial} requires ZeRO stage 3: stage {stage} offloads the whole optimizer state. Use --zero-stage 3 or "
             "remove it."
         )
     if ratio < 1 and optim.use_bnb_optimizer:
-        yield f"{of_ratio} which cannot be combined with --use-bnb-optimizer. Drop one of them."
-    for key, value in _OF_LOWER_STAGES:
+        yield f"{partial} cannot be combined with --use-bnb-optimizer. Drop one of them."
+    for key, value in _LOWER_STAGES_ONLY:
         if stage > 1 and settings.get(key, value) != value:
             yield (
-                f'{given} "{key}" is {json.dumps(settings[key])} there, which ZeRO stage {stage} does not support. Use '
+                f'{given} "{key}" {json.dumps(settings[key])} requires ZeRO stage 1 or lower, not {stage}. Use '
                 "--zero-stage 1 or remove it."
             )

@@ -1,4 +1,4 @@
-"""The tensor and pipeline sizes that are legal, their refusals, and the nearest layouts that keep the rules."""
+"""Layouts: legal tensor and pipeline sizes, and the nearest legal layouts to propose."""
 
 from __future__ import annotations
 
@@ -48,16 +48,13 @@ def _padded_vocabulary(run: RunSections) -> Iterator[str]:
 @run_rule
 def _elastic(run: RunSections) -> Iterator[str]:
     if run.parallel.elastic and run.optim.global_batch_size is None:
-        yield (
-            "--elastic needs --global-batch-size: it keeps the global batch while the number of replicas changes. Give "
-            "it."
-        )
+        yield ("--elastic requires --global-batch-size, which it keeps while the number of replicas changes.")
 
 
 @run_rule
 def _plan_or_dry_run(run: RunSections) -> Iterator[str]:
     if run.planning.plan_only and run.planning.dry_run_ranks is not None:
-        yield "--plan-only and --dry-run-ranks are both given. Drop one of them."
+        yield "--plan-only cannot be combined with --dry-run-ranks. Drop one of them."
 
 
 @world_rule
@@ -82,45 +79,44 @@ def layout_problems(
     split_sizes: Sequence[int] = (),
     most_stages: int | None = None,
 ) -> Iterator[str]:
-    """Whole replicas, tp x pp ranks for each part of a sequence, must fill the world.
+    """The world must consist of whole replicas of tp x pp x sequence ranks.
 
     Args:
         sequence_size: ranks that share each sequence.
-        split_sizes: what tensor parallelism divides (attention heads, width of the feed-forward network); proposed
-            layouts divide all of it.
-        most_stages: the largest pipeline that may be proposed.
+        split_sizes: sizes that tensor parallelism divides (attention heads, MLP hidden size); proposed layouts divide
+            all of them.
+        most_stages: the largest pipeline to propose.
     """
     needed = tp_size * pp_size * sequence_size
     copies, rest = divmod(world_size, needed)
     if rest == 0 and copies > 0:
         return
     counts = f"{needed}" if copies == 0 else f"{copies * needed} or {(copies + 1) * needed}"
-    started = f"{world_size} {'was' if world_size == 1 else 'were'} started"
     if world_size % (tp_size * pp_size) == 0:
         most = max(size for size in divisors(world_size // (tp_size * pp_size)) if size <= sequence_size)
         yield (
-            f"{sequence_size} ranks share each sequence (--context-parallel-size, --ds-sequence-parallel-size), each "
-            f"of them tensor x pipeline = {tp_size} x {pp_size} processes, which needs a multiple of {needed} "
-            f"processes, and {started}. Start {counts}, or let {most} share one."
+            f"{sequence_size} ranks per sequence (--context-parallel-size, --ds-sequence-parallel-size) x tensor "
+            f"{tp_size} x pipeline {pp_size} require a multiple of {needed} processes, but this run has {world_size}. "
+            f"Use {counts}, or {most} per sequence."
         )
         return
     sharing = max(size for size in divisors(world_size) if size <= sequence_size)
     nearest = nearest_layouts(world_size // sharing, tp_size, pp_size, split_sizes=split_sizes, most_stages=most_stages)
-    fewer = f"let {sharing} share each sequence and " if sharing < sequence_size else ""
+    fewer = f"{sharing} per sequence and " if sharing < sequence_size else ""
     shown = ", ".join(f"{tp} x {pp}" for tp, pp in nearest[:_MOST_SHOWN])
     hidden = f" or {len(nearest) - _MOST_SHOWN} others" if len(nearest) > _MOST_SHOWN else ""
-    shared = f", {sequence_size} to share each sequence" if sequence_size > 1 else ""
+    shared = f", {sequence_size} per sequence" if sequence_size > 1 else ""
     yield (
-        f"--tensor-model-parallel-size {tp_size} x --pipeline-model-parallel-size {pp_size} needs a multiple of "
-        f"{needed} processes{shared}, and {started}. Start {counts}, or {fewer}"
-        f"use a tensor x pipeline layout that fits {world_size}: {shown}{hidden}."
+        f"--tensor-model-parallel-size {tp_size} x --pipeline-model-parallel-size {pp_size} requires a multiple of "
+        f"{needed} processes{shared}, but this run has {world_size}. Use {counts}, or {fewer}a tensor x pipeline "
+        f"layout that fits {world_size}: {shown}{hidden}."
     )
 
 
 def nearest_layouts(
     world_size: int, tp_size: int, pp_size: int, *, split_sizes: Sequence[int] = (), most_stages: int | None = None
 ) -> list[tuple[int, int]]:
-    """All legal (tp, pp) of a world, those nearest to the requested one first, measured by the ratio of the sizes."""
+    """All legal (tp, pp) of a world, sorted by the ratio of their sizes to the requested ones."""
     legal = [
         (tp, pp)
         for tp in divisors(world_size)
@@ -131,9 +127,7 @@ def nearest_layouts(
 
 
 def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
-    """Every tensor-parallel rank must get the same number of attention heads; groups of keys and values may be
-    replicated.
-    """
+    """Every tensor-parallel rank must get the same number of attention heads; key/value heads may be replicated."""
     if heads % tp_size == 0:
         return
     yield (
@@ -144,21 +138,21 @@ def heads_problems(heads: int, tp_size: int) -> Iterator[str]:
 
 
 def widths_problems(widths: Mapping[str, int], tp_size: int) -> Iterator[str]:
-    """Every tensor-parallel rank must get an equal share of each inner width.
+    """Every tensor-parallel rank must get an equal share of each width.
 
     Args:
-        widths: the inner widths of the feed-forward layers, by flag.
+        widths: the MLP widths by flag.
     """
     for flag, width in widths.items():
         if width % tp_size:
             yield (
-                f"{flag} {width} cannot be split over --tensor-model-parallel-size {tp_size} ranks. It must be a "
-                f"multiple of them; use {flag} {-(-width // tp_size) * tp_size}."
+                f"{flag} {width} is not divisible by --tensor-model-parallel-size {tp_size}. Use {flag} "
+                f"{-(-width // tp_size) * tp_size}."
             )
 
 
 def stages_problems(num_layers: int, stages: int) -> Iterator[str]:
-    """Every pipeline stage must get a layer; one without would only pass on what it is sent."""
+    """Every pipeline stage must get a layer."""
     if num_layers >= stages:
         return
     yield (

@@ -1,4 +1,4 @@
-"""Optimizers, where their state is held, and the figures that are logged of gradients."""
+"""Optimizers, the placement of their state, and logged gradient statistics."""
 
 from __future__ import annotations
 
@@ -18,16 +18,11 @@ def _adam(run: RunSections) -> Iterator[str]:
     model, optim, parallel = run.model, run.optim, run.parallel
     given = f"--optimizer {optim.optimizer}"
     if optim.use_bnb_optimizer and optim.optimizer != ADAM:
-        yield f"--use-bnb-optimizer cannot be combined with {given}: it is AdamW. Use --optimizer adam."
+        yield f"--use-bnb-optimizer cannot be combined with {given}: it implements AdamW. Use --optimizer adam."
     if optim.use_bnb_optimizer and parallel.cpu_optimizer:
-        yield (
-            "--use-bnb-optimizer and --cpu-optimizer both make room on the GPU: the first updates there, the second on "
-            "the host. Drop one of them."
-        )
+        yield ("--use-bnb-optimizer cannot be combined with --cpu-optimizer: it updates on the GPU. Drop one of them.")
     if model.use_mup and optim.optimizer != ADAM:
-        yield (
-            f"--use-mup cannot be combined with {given}. Its learning rates are those for Adam; use --optimizer adam."
-        )
+        yield (f"--use-mup cannot be combined with {given}: its learning rates are for Adam. Use --optimizer adam.")
 
 
 @run_rule
@@ -37,18 +32,18 @@ def _schedule_free(run: RunSections) -> Iterator[str]:
         return
     if optim.lr_decay_style != "constant":
         yield (
-            f"{given} cannot be combined with --lr-decay-style {optim.lr_decay_style}: the mean of its iterates takes "
-            "the place of a decay. Use --lr-decay-style constant; the warm-up stays."
+            f"{given} cannot be combined with --lr-decay-style {optim.lr_decay_style}: averaging replaces the decay. "
+            "Use --lr-decay-style constant, with or without warmup."
         )
     if optim.ema_decay is not None:
         yield (
-            f"{given} cannot be combined with --ema-decay {optim.ema_decay}: it has a mean of the weights, which is "
-            "evaluated and saved. Drop --ema-decay."
+            f"{given} cannot be combined with --ema-decay {optim.ema_decay}: it already averages the weights. Drop "
+            "--ema-decay."
         )
     if optim.adam_beta1 == 0:
         yield (
-            f"{given} cannot be combined with --adam-beta1 0, the share of the mean in the weights that are trained: "
-            "the mean could not be told from them. Use the default, 0.9."
+            f"{given} cannot be combined with --adam-beta1 0, from which the average could not be recovered. Use the "
+            "default, 0.9."
         )
 
 
@@ -59,13 +54,13 @@ def _muon(run: RunSections) -> Iterator[str]:
         return
     if parallel.zero_stage == 3:
         yield (
-            f"{given} cannot be combined with --zero-stage 3, which updates a part of the parameters at a time: the "
-            "ranks would bring together one matrix after the other. Use --zero-stage 2, or 1 in a pipeline."
+            f"{given} cannot be combined with --zero-stage 3, which updates parameters in groups: matrices would be "
+            "gathered one by one. Use --zero-stage 2, or 1 in a pipeline."
         )
     if parallel.cpu_optimizer:
         yield (
-            f"{given} cannot be combined with --cpu-optimizer: the products of its matrices are work for the device. "
-            "Drop --cpu-optimizer; --zero-stage 2 divides the state over the ranks."
+            f"{given} cannot be combined with --cpu-optimizer: its matrix products are too slow on the host. Drop "
+            "--cpu-optimizer; --zero-stage 2 shards the optimizer state."
         )
 
 
@@ -73,8 +68,8 @@ def _muon(run: RunSections) -> Iterator[str]:
 def _sharded_state(run: ReadFlags) -> Iterator[str]:
     if run.values.get("legacy.use_distributed_optimizer") and run.parallel.zero_stage == 0:
         yield (
-            "--use-distributed-optimizer contradicts --zero-stage 0, with which every rank holds the whole state of "
-            "the optimizer. Use --zero-stage 1, or drop --use-distributed-optimizer."
+            "--use-distributed-optimizer contradicts --zero-stage 0, which does not shard the optimizer state. Use "
+            "--zero-stage 1, or drop --use-distributed-optimizer."
         )
 
 
@@ -82,8 +77,8 @@ def _sharded_state(run: ReadFlags) -> Iterator[str]:
 def _offloaded_state(config: ResolvedSections, machine: Machine) -> Iterator[str]:
     if config.parallel.offloads_optimizer and config.parallel.effective_zero_stage == 0:
         yield (
-            "--cpu-optimizer cannot be combined with --zero-stage 0, in which the weights themselves are updated on "
-            "the GPU. Use --zero-stage 1, or drop it."
+            "--cpu-optimizer cannot be combined with --zero-stage 0, which updates the weights on the GPU. Use "
+            "--zero-stage 1, or drop it."
         )
 
 
@@ -98,20 +93,20 @@ def _logged_gradients(run: RunSections) -> Iterator[str]:
     for name, is_given in flags.items():
         if is_given and parallel.zero_stage == 3:
             yield (
-                f"{name} cannot be combined with --zero-stage 3, with which DeepSpeed averages the gradients of a few "
-                f"layers at a time and keeps its own parts of them. Use --zero-stage 2, or drop {name}."
+                f"{name} cannot be combined with --zero-stage 3, with which DeepSpeed reduces and partitions gradients "
+                f"a few layers at a time. Use --zero-stage 2, or drop {name}."
             )
     if not report.log_gradient_noise_scale:
         return
     if parallel.ring_size * parallel.ulysses_size > 1:
         yield (
-            f"{_NOISE} cannot be combined with ranks that share samples (--context-parallel-size, "
-            "--ds-sequence-parallel-size): none of them has the gradient of a micro-batch. Drop one of the two."
+            f"{_NOISE} cannot be combined with --context-parallel-size or --ds-sequence-parallel-size: no rank has the "
+            "gradient of a whole micro-batch. Drop one of them."
         )
     if parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_engine == DEEPSPEED:
         yield (
-            f"{_NOISE} cannot be combined with --pipeline-engine deepspeed, which adds the gradients of micro-batches "
-            "up by itself. Use --pipeline-engine own."
+            f"{_NOISE} cannot be combined with --pipeline-engine deepspeed, which accumulates gradients itself. Use "
+            "--pipeline-engine own."
         )
 
 
@@ -120,6 +115,6 @@ def _noise_scale(config: ResolvedSections, machine: Machine) -> Iterator[str]:
     report, optim = config.report, config.optim
     if report.log_gradient_noise_scale and optim.global_batch_size <= optim.micro_batch_size:
         yield (
-            f"{_NOISE} needs two batch sizes, and --global-batch-size {optim.global_batch_size} is one micro-batch "
-            f"(--micro-batch-size {optim.micro_batch_size}). Use smaller micro-batches."
+            f"{_NOISE} requires several micro-batches per step, but --global-batch-size {optim.global_batch_size} is "
+            f"one (--micro-batch-size {optim.micro_batch_size}). Use smaller micro-batches."
         )

@@ -1,4 +1,4 @@
-"""A rule between flags, and the moment at which it is checked."""
+"""A rule between flags, and the phase in which it is checked."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 
 class Phase(enum.Enum):
-    """When a rule is checked, and what it is called with."""
+    """The phase in which a rule is checked, and its arguments."""
 
-    MODEL = "a network is described, with or without a run: (model)"
-    RUN = "a configuration is built, a saved one included: (run)"
-    REQUEST = "flags are read, and only then; it sees them as they were given: (run)"
-    NOTICE = "flags without a problem are read; its sentences are shown and the run goes on: (run)"
+    MODEL = "an architecture is built, with or without a run: (model)"
+    RUN = "a configuration is built, or loaded from a checkpoint: (run)"
+    REQUEST = "flags are read, with their values as given: (run)"
+    NOTICE = "flags without a problem are read; the sentences are notices: (run)"
     WORLD = "the number of processes is known: (run, world_size)"
-    RESOLVED = "the machine is known, and what it decides: (config, machine)"
+    RESOLVED = "the configuration is resolved for a machine: (config, machine)"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule between flags: a generator of one sentence for each way in which it is broken."""
+    """A rule between flags: a generator of a sentence for each violation."""
 
     phase: Phase
     sentences: Callable[..., Iterator[str]]

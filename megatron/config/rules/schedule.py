@@ -1,4 +1,4 @@
-"""The length of training, the schedules of learning rate and weight decay, and the curriculum by sequence length."""
+"""The length of training, the schedules of learning rate and weight decay, and curriculum learning."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _length(run: RunSections) -> Iterator[str]:
     if run.evaluation.eval_only:
         return
     if finetuning.epochs is None and optim.train_iters is None and not optim.is_counted_in_samples:
-        yield "--train-iters, --train-samples, --train-tokens or --epochs is required: how long to train."
+        yield "--train-iters, --train-samples, --train-tokens or --epochs is required: the length of training."
     if optim.lr is None:
         yield "--lr is required: the peak learning rate, for example 1.5e-4."
     if optim.train_iters is not None and optim.train_samples is not None:
         yield (
-            f"--train-iters {optim.train_iters} and --train-samples {optim.train_samples} are both given. Only "
-            "one of them can set the length of a run; drop the other."
+            f"--train-iters {optim.train_iters} cannot be combined with --train-samples {optim.train_samples}. Drop "
+            "one of them."
         )
 
 
@@ -41,11 +41,11 @@ def _epochs(run: RunSections) -> Iterator[str]:
     }
     for name, value in lengths.items():
         if value is not None:
-            yield f"--epochs {epochs} and {name} {value} are both given. A run has one length; drop one of them."
+            yield f"--epochs {epochs} cannot be combined with {name} {value}. Drop one of them."
     if optim.curriculum_learning:
         yield (
-            f"--epochs {epochs} cannot be combined with --curriculum-learning, which uses a part of each sample only. "
-            "Give --train-iters, or drop --curriculum-learning."
+            f"--epochs {epochs} cannot be combined with --curriculum-learning, which truncates samples. Use "
+            "--train-iters, or drop --curriculum-learning."
         )
     in_steps = {"--lr-warmup-iters": optim.lr_warmup_iters, "--lr-decay-iters": optim.lr_decay_iters}
     for name, value in in_steps.items():
@@ -58,20 +58,14 @@ def _epochs(run: RunSections) -> Iterator[str]:
 def _learning_rate(run: RunSections) -> Iterator[str]:
     optim = run.optim
     if optim.lr is not None and optim.min_lr > optim.lr:
-        yield (
-            f"--min-lr {optim.min_lr} is more than --lr {optim.lr}. The schedule falls from --lr to --min-lr; lower "
-            "--min-lr."
-        )
+        yield (f"--min-lr {optim.min_lr} is more than --lr {optim.lr}. Lower --min-lr.")
     if optim.override_lr_scheduler and optim.use_checkpoint_lr_scheduler:
         yield (
-            "--override-lr-scheduler and --use-checkpoint-lr-scheduler contradict each other. Drop one of them: "
-            "the first takes the schedule from the command line, the second from the checkpoint."
+            "--override-lr-scheduler contradicts --use-checkpoint-lr-scheduler: the first uses the schedule of the "
+            "command line, the second that of the checkpoint. Drop one of them."
         )
     if optim.lr is not None and optim.lr_warmup_init > optim.lr:
-        yield (
-            f"--lr-warmup-init {optim.lr_warmup_init} is more than --lr {optim.lr}, to which the warm-up rises. "
-            "Lower it."
-        )
+        yield (f"--lr-warmup-init {optim.lr_warmup_init} is more than --lr {optim.lr}. Lower it.")
 
 
 @run_rule
@@ -81,7 +75,7 @@ def _weight_decay(run: RunSections) -> Iterator[str]:
     style = f"--weight-decay-incr-style {optim.weight_decay_incr_style}"
     for name, value in ends.items():
         if optim.weight_decay_incr_style != "constant" and value is None:
-            yield f"{style} needs {name}, the weight decay at one end of the run."
+            yield f"{style} requires {name}."
         if optim.weight_decay_incr_style == "constant" and value is not None:
             yield (
                 f"{name} {value} cannot be combined with {style}. Use --weight-decay, or --weight-decay-incr-style "
@@ -101,25 +95,25 @@ def _annealing(run: RunSections) -> Iterator[str]:
         for name, value in lengths.items():
             if value is not None:
                 yield (
-                    f"--lr-wsd-decay-{name} {value} needs --lr-decay-style WSD, and it is {optim.lr_decay_style}. "
-                    "Change the style, or drop the length."
+                    f"--lr-wsd-decay-{name} {value} requires --lr-decay-style WSD, not {optim.lr_decay_style}. Change "
+                    "the style, or drop the length."
                 )
         return
     if lengths[other] is not None:
         yield (
-            f"--lr-wsd-decay-{other} {lengths[other]} cannot be combined with a run that is counted in {unit}. Use "
+            f"--lr-wsd-decay-{other} {lengths[other]} cannot be combined with a run measured in {unit}. Use "
             f"--lr-wsd-decay-{unit}."
         )
     elif lengths[unit] is None:
         yield (
-            f"--lr-decay-style WSD needs --lr-wsd-decay-{unit}, the length of the decay at the end. A tenth of the "
-            "run is usual."
+            f"--lr-decay-style WSD requires --lr-wsd-decay-{unit}, the length of the decay at the end, typically a "
+            "tenth of the run."
         )
 
 
 @run_rule
 def _units(run: RunSections) -> Iterator[str]:
-    """The schedule of a run whose length is known is counted in the unit of the length, or in tokens."""
+    """The schedule must be measured in the unit of the run's length, or in tokens."""
     optim = run.optim
     by_samples = optim.is_counted_in_samples
     unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
@@ -143,7 +137,7 @@ def _units(run: RunSections) -> Iterator[str]:
         yield f"--rampup-batch-size {shown} cannot be combined with --train-iters. Use --train-samples."
     warmup = optim.lr_warmup_samples if by_samples else optim.lr_warmup_iters
     given_decay = optim.lr_decay_samples if by_samples else optim.lr_decay_iters
-    # The warm-up has one length; of the decay's lengths, one in tokens wins, as upstream.
+    # The warmup has one length; a decay in tokens overrides others, as upstream.
     warmups = {
         "--lr-warmup-fraction": optim.lr_warmup_fraction,
         f"--lr-warmup-{unit}": warmup or None,
@@ -151,24 +145,24 @@ def _units(run: RunSections) -> Iterator[str]:
     }
     given = [f"{name} {value}" for name, value in warmups.items() if value is not None]
     if len(given) > 1:
-        yield f"{' and '.join(given[:2])} are both given. The warm-up has one length; drop one of them."
+        yield f"{given[0]} cannot be combined with {given[1]}. Drop one of them."
     if length is None or optim.lr_decay_tokens is not None:
-        return  # in tokens: compared where the sequence length is known
+        return  # in tokens: compared once the sequence length is known
     decay, source = (given_decay, f"--lr-decay-{unit}") if given_decay else (length, f"--train-{unit}")
     if warmup >= decay:
         yield (
-            f"--lr-warmup-{unit} {warmup} is not less than {source} {decay}, the length of the decay that contains "
-            f"it. Use a shorter warm-up or a longer --lr-decay-{unit}."
+            f"--lr-warmup-{unit} {warmup} must be less than {source} {decay}, the length of the decay, which includes "
+            f"warmup. Use a shorter warmup or a longer --lr-decay-{unit}."
         )
 
 
 @notice
 def _decay_in_tokens(run: RunSections) -> Iterator[str]:
-    """Scripts of the forks pass a decay length along with one in tokens."""
+    # Not refused, as scripts of the forks pass both.
     optim = run.optim
     for name, value in (("--lr-decay-iters", optim.lr_decay_iters), ("--lr-decay-samples", optim.lr_decay_samples)):
         if value is not None and optim.lr_decay_tokens is not None:
-            yield f"{name} {value} has no effect with --lr-decay-tokens {optim.lr_decay_tokens}, which is used."
+            yield f"{name} {value} is overridden by --lr-decay-tokens {optim.lr_decay_tokens}."
 
 
 @resolved_rule
@@ -176,8 +170,8 @@ def _first_step(config: ResolvedSections, machine: Machine) -> Iterator[str]:
     optim, samples, batch = config.optim, config.optim.train_samples, config.optim.global_batch_size
     if samples is not None and optim.train_iters == 0:
         yield (
-            f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}), so no step "
-            f"would be taken. Train at least {batch} samples, or use a smaller batch."
+            f"--train-samples {samples} is less than the first global batch (--global-batch-size {batch}). Train at "
+            f"least {batch} samples, or use a smaller batch."
         )
 
 
@@ -190,8 +184,8 @@ def _annealing_within(config: ResolvedSections, machine: Machine) -> Iterator[st
         by_steps = optim.lr_wsd_decay_iters is not None
         unit, size = ("iters", optim.global_batch_size) if by_steps else ("samples", 1)
         yield (
-            f"--lr-wsd-decay-{unit} {samples // size} is longer than what the warm-up leaves of the run, "
-            f"{most // size:,} {unit}: the learning rate would fall at once. Use {max(1, most // size // 10)}, a tenth."
+            f"--lr-wsd-decay-{unit} {samples // size} is longer than the rest of the run after warmup, "
+            f"{most // size:,} {unit}. Use {max(1, most // size // 10)}, a tenth."
         )
 
 
@@ -199,23 +193,23 @@ def _annealing_within(config: ResolvedSections, machine: Machine) -> Iterator[st
 def _warmup_in_tokens(config: ResolvedSections, machine: Machine) -> Iterator[str]:
     optim = config.optim
     if optim.lr_warmup_tokens is None and optim.lr_decay_tokens is None and optim.train_tokens is None:
-        return  # the units are the same, and `_units` has compared them
+        return  # `_units` has compared them
     yield from warmup_problems(optim)
 
 
 def warmup_problems(optim: OptimConfig) -> Iterator[str]:
-    """One sentence if the warm-up of a run of known length is not shorter than the decay that contains it."""
+    """The warmup of a run of known length must be shorter than the decay, which includes it."""
     course, length = schedule(optim), optim.tokens_per_sample
     if optim.train_iters > 0 and course.warmup_samples >= course.decay_samples:
         yield (
-            f"The warm-up of the learning rate takes {round(course.warmup_samples * length)} tokens, which is not less "
-            f"than the {round(course.decay_samples * length)} tokens of the decay that contains it (--seq-length "
-            f"{length}). Use a shorter warm-up or a longer --lr-decay-tokens."
+            f"Learning-rate warmup takes {round(course.warmup_samples * length)} tokens, but must be shorter than the "
+            f"decay of {round(course.decay_samples * length)} tokens, which includes it (--seq-length {length}). Use a "
+            "shorter warmup or a longer --lr-decay-tokens."
         )
 
 
 @run_rule
-def _idle_curriculum(run: RunSections) -> Iterator[str]:
+def _unused_curriculum_flags(run: RunSections) -> Iterator[str]:
     optim = run.optim
     values = {
         "--curriculum-min-length": optim.curriculum_min_length,
@@ -236,20 +230,17 @@ def _growing_lengths(run: RunSections) -> Iterator[str]:
         return
     schedule = f"--curriculum-schedule {optim.curriculum_schedule}"
     if optim.curriculum_min_length is None:
-        yield f"--curriculum-min-length is required by {schedule}: tokens of a sample at the first step."
+        yield f"--curriculum-min-length is required by {schedule}: the sequence length at the first step."
     elif optim.curriculum_min_length < optim.curriculum_length_step:
         yield (
             f"--curriculum-min-length {optim.curriculum_min_length} is less than --curriculum-length-step "
-            f"{optim.curriculum_length_step}, of which lengths are multiples. Use at least "
-            f"{optim.curriculum_length_step}, or smaller steps."
+            f"{optim.curriculum_length_step}. Use at least {optim.curriculum_length_step}, or smaller steps."
         )
     if optim.curriculum_steps is None:
-        yield f"--curriculum-steps is required by {schedule}: steps until the samples have their full length."
+        yield f"--curriculum-steps is required by {schedule}: the number of steps to the full length."
     low, high = optim.curriculum_min_length, optim.curriculum_max_length
     if low is not None and high is not None and low > high:
-        yield (
-            f"--curriculum-min-length {low} is more than --curriculum-max-length {high}. The length grows; swap them."
-        )
+        yield (f"--curriculum-min-length {low} is more than --curriculum-max-length {high}. Swap them.")
 
 
 @run_rule
@@ -261,11 +252,11 @@ def _listed_lengths(run: RunSections) -> Iterator[str]:
     if not lengths or len(ends) != len(lengths) - 1:
         yield (
             f"--curriculum-schedule {FIXED_DISCRETE} has {len(lengths)} --curriculum-lengths and {len(ends)} "
-            "--curriculum-max-steps. Every length but the last needs the step that it ends with."
+            "--curriculum-max-steps. Every length except the final one requires its last step."
         )
     for name, values in (("--curriculum-lengths", lengths), ("--curriculum-max-steps", ends)):
         if sorted(set(values)) != list(values):
-            yield f"{name} {' '.join(map(str, values))} must be in ascending order, each value once."
+            yield f"{name} {' '.join(map(str, values))} must be in ascending order, without duplicates."
 
 
 @run_rule
@@ -280,15 +271,12 @@ def _curriculum_of_samples(run: RunSections) -> Iterator[str]:
     }
     for name, length in lengths.items():
         if length is not None and length > sequence_length > 0:
-            yield f"{name} {length} is more than --seq-length {sequence_length}, a whole sample. Use at most that."
+            yield f"{name} {length} is more than --seq-length {sequence_length}. Use at most that."
     if loss.objective == MASKED:
-        yield (
-            "--curriculum-learning cannot be combined with --objective masked: the places to predict are drawn for "
-            "whole samples. Drop it."
-        )
+        yield ("--curriculum-learning cannot be combined with --objective masked, which masks whole samples. Drop it.")
     if loss.objective == MULTITASK or (loss.objective == CAUSAL and loss.loss_on_targets_only):
-        asked = f"--objective {MULTITASK}" if loss.objective == MULTITASK else "--loss-on-targets-only"
+        option = f"--objective {MULTITASK}" if loss.objective == MULTITASK else "--loss-on-targets-only"
         yield (
-            f"--curriculum-learning cannot be combined with {asked}: it cuts off the ends of samples, where the "
-            "targets are, so that steps would train on prompts or on nothing. Drop one of them."
+            f"--curriculum-learning cannot be combined with {option}: it truncates samples, whose targets are at the "
+            "end. Drop one of them."
         )

@@ -39,7 +39,7 @@ def test_a_default_that_ties_gradients_to_the_micro_batch_is_said() -> None:
         return [*balancing_notices(request.model, is_by_choice=is_by_choice)]
 
     assert said(EXPERTS) == [
-        "Experts are balanced over the tokens of a micro-batch, as in Megatron-LM, so that gradients depend on "
+        "The load-balancing loss is computed per micro-batch, as in Megatron-LM, so gradients depend on "
         "--micro-batch-size. With --moe-aux-loss-scope global they do not."
     ]
     for told in ("--moe-router-load-balancing-type aux_loss", "--moe-aux-loss-scope sample", "--moe-aux-loss-coeff 0"):

@@ -28,7 +28,7 @@ def longrope(short: int, long: int, **changes: Any) -> ModelRequest:
 def test_longrope_has_a_factor_for_every_pair_of_channels(changes: dict[str, Any], pairs: int) -> None:
     assert longrope(pairs, pairs, **changes).rotary_width == 2 * pairs
     for short, long in ((pairs - 1, pairs - 1), (pairs, pairs + 1), (0, 0)):
-        with pytest.raises(ConfigError, match=f"-long-factors, {pairs} numbers each: .* {short} and {long} were given"):
+        with pytest.raises(ConfigError, match=f"requires {pairs} .*-long-factors, .* got {short} and {long}"):
             checked_model(longrope(short, long, **changes))
 
 

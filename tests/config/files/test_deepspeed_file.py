@@ -73,10 +73,10 @@ def test_what_upstream_takes_from_flags_is_not_taken_from_the_file(tmp_path: Pat
     config = with_file(tmp_path, tree, "--fp16 --loss-scale 12 --lr-decay-tokens 90 --lr-decay-iters 5")
     assert (config.precision.loss_scale, config.optim.lr, config.optim.adam_beta1) == (None, 1e-3, 0.8)
     assert [text.partition(": ")[2] for text in config.notices if "deepspeed_config" in text] == [
-        '"fp16.loss_scale" is 0 there, so the scale is dynamic: --loss-scale 12.0 is not used, as in upstream.',
-        '"optimizer.params.lr" is 9.0 there, and --lr 0.001 was given: the flag is used, as in upstream.',
+        '"fp16.loss_scale" is 0, so the loss scale is dynamic: --loss-scale 12.0 is ignored, as in upstream.',
+        '"optimizer.params.lr" is 9.0, but --lr 0.001 is set: the flag is used, as in upstream.',
     ]
-    assert "--lr-decay-iters 5 has no effect with --lr-decay-tokens 90, which is used." in config.notices
+    assert "--lr-decay-iters 5 is overridden by --lr-decay-tokens 90." in config.notices
 
 
 def test_the_optimizer_comes_from_the_file(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_schedule_comes_from_the_file(
     optim = config.optim
     assert (optim.lr_decay_style, optim.lr, optim.lr_warmup_iters, optim.lr_decay_iters) == (style, lr, 3, decay)
     assert optim.min_lr == pytest.approx(floor)
-    replaces = '"scheduler.params.warmup_max_lr" is 0.5 there, which is used: a schedule replaces the learning rate'
+    replaces = '"scheduler.params.warmup_max_lr" is 0.5, which is used: a schedule replaces the learning rate'
     assert [replaces in text for text in config.notices] == ([True] if scheduler is DECAY else [])
 
 
@@ -124,11 +124,14 @@ def test_the_rates_are_deepspeeds_one_step_earlier(tmp_path: Path) -> None:
     [
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
-            r'ds\.json: "scheduler\.params\.warmup_type" must be linear, not log \(the default of DeepSpeed',
+            r'ds\.json: "scheduler\.params\.warmup_type" must be linear, not log \(DeepSpeed',
         ),
-        ({"scheduler": {**DECAY, "params": {**DECAY["params"], "warmup_max_lr": 0.5}}}, "warmup_max_lr.* and --lr is"),
-        ({"scheduler": {"params": {"warmup_type": "linear"}}}, r'"scheduler" has no "type"\. Give one of WarmupLR, W'),
-        ({"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}}, "total_num_steps.* is missing"),
+        ({"scheduler": {**DECAY, "params": {**DECAY["params"], "warmup_max_lr": 0.5}}}, "warmup_max_lr.* but --lr is"),
+        ({"scheduler": {"params": {"warmup_type": "linear"}}}, r'"scheduler" has no "type"\. Use one of WarmupLR, W'),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_type": "linear"}}},
+            "total_num_steps.* is required",
+        ),
         (
             {"scheduler": {**COSINE, "params": {**COSINE["params"], "warmup_max_lr": 1e-3}}},
             r'"scheduler\.params\.warmup_max_lr" is not a parameter of WarmupCosineLR',
@@ -173,20 +176,20 @@ def test_auto_and_equal_values_are_fine(tmp_path: Path) -> None:
         (
             {"train_batch_size": 16},
             "",
-            r'"train_batch_size" is 16 there, and --global-batch-size is 8\. Make them equal',
+            r'"train_batch_size" is 16, but --global-batch-size is 8\. Make them equal',
         ),
-        ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3 there, and --clip-grad is 1\.0'),
-        ({"bf16": {"enabled": True}}, "--no-bf16", r'"bf16\.enabled" is true there, and --bf16 is False'),
-        ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 and --bf16 are both given"),
-        ({"fp16": {"loss_scale": 16}}, "--loss-scale 8", r'"fp16\.loss_scale" is 16 there, and --loss-scale is 8\.0'),
+        ({"gradient_clipping": 0.3}, "--clip-grad 1", r'"gradient_clipping" is 0\.3, but --clip-grad is 1\.0'),
+        ({"bf16": {"enabled": True}}, "--no-bf16", r'"bf16\.enabled" is true, but --bf16 is False'),
+        ({"bfloat16": {"enabled": True}}, "--fp16", "--fp16 cannot be combined with --bf16"),
+        ({"fp16": {"loss_scale": 16}}, "--loss-scale 8", r'"fp16\.loss_scale" is 16, but --loss-scale is 8\.0'),
         (
             {"zero_optimization": {"stage": "two"}},
             "",
             r"zero_optimization\.stage\" \(--zero-stage\) must be an integer from 0 to 3, or be omitted, not 'two'",
         ),
-        ({"zero_optimization": {"stage": 3}}, "--pipeline-model-parallel-size 2", "--zero-stage 3 cannot be used"),
+        ({"zero_optimization": {"stage": 3}}, "--pipeline-model-parallel-size 2", "--zero-stage 3 cannot be combined"),
         ("{", "", r"ds\.json is not JSON"),
-        ("[]", "", r"ds\.json holds a list\. It must hold one JSON object"),
+        ("[]", "", r"ds\.json must contain a JSON object, not list"),
     ],
 )
 def test_disagreements_name_both_values(tmp_path: Path, tree: Any, text: str, sentence: str) -> None:
@@ -235,7 +238,7 @@ def test_a_disabled_section_is_not_compared_with_flags(tmp_path: Path) -> None:
     config = with_file(tmp_path, tree, "--fp16 --loss-scale 8 --loss-scale-window 50")
     assert (config.precision.fp16, config.precision.loss_scale, config.precision.loss_scale_window) == (True, 8, 50)
     notices = [text for text in config.notices if "deepspeed_config" in text]
-    assert len(notices) == 1 and '"fp16.enabled" is false there, and --fp16 was given: the flag is used' in notices[0]
+    assert len(notices) == 1 and '"fp16.enabled" is false, but --fp16 is set: the flag is used' in notices[0]
     assert with_file(tmp_path, tree).precision.dtype_name == "float32"
 
 
@@ -244,14 +247,14 @@ def test_bfloat16_of_the_file_holds_where_it_switches_fp16_off(tmp_path: Path) -
     config = with_file(tmp_path, tree, "--fp16")
     assert config.precision.dtype_name == "bfloat16"
     (notice,) = (text for text in config.notices if "deepspeed_config" in text)
-    assert "so the run trains in bfloat16: --fp16 is not used, as in upstream" in notice
-    with pytest.raises(ConfigError, match="--fp16 and --bf16 are both given"):
+    assert "so the run trains in bfloat16: --fp16 is ignored, as in upstream" in notice
+    with pytest.raises(ConfigError, match="--fp16 cannot be combined with --bf16"):
         with_file(tmp_path, tree, "--fp16 --bf16")
 
 
 def test_an_unknown_key_without_a_similar_one_is_refused_too(tmp_path: Path) -> None:
     tree = {"warp_drive": 9, "zero_optimization": {"stage": 1, "zero_quantized_activations": True}, "_comment": "ours"}
-    with pytest.raises(ConfigError, match=r"reads no such key: remove it") as caught:
+    with pytest.raises(ConfigError, match=r"has no such key. Remove it") as caught:
         with_file(tmp_path, tree)
     keys = [text.split('"')[1] for text in caught.value.problems]
     assert keys == ["warp_drive", "zero_optimization.zero_quantized_activations"]

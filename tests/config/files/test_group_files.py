@@ -22,7 +22,7 @@ def test_groups_from_a_file(tmp_path: Path) -> None:
     ):
         small(f'{text} --valid-weighted-split-paths "A: 1 0:1 a"', drop="--data-path")
     file.write_text("A: 1 0:1 a\n")
-    with pytest.raises(ConfigError, match="must hold one line of groups in double quotes"):
+    with pytest.raises(ConfigError, match="must contain one line of groups in double quotes"):
         small(text, drop="--data-path")
     with pytest.raises(ConfigError, match=r"--test-weighted-split-paths-path none\.txt cannot be read"):
         small(f"{text} --test-weighted-split-paths-path none.txt", drop="--data-path")

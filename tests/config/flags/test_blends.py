@@ -22,7 +22,7 @@ def test_a_blend_is_pairs_of_weight_and_prefix() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("1", "a", "2"), r"--data-path 1 a 2 has 3 words\. Give prefixes, or pairs of weight and prefix\."),
+        (("1", "a", "2"), r"--data-path 1 a 2 has 3 arguments\. Expected prefixes, or weight-prefix pairs\."),
         (("0", "a"), r'--data-path 0 a: "0" must be a positive weight'),
         (("inf", "a"), r'"inf" must be a positive weight'),
         (("w.0.parquet", "w.1.parquet"), "a pattern of Parquet files must be quoted, so that the shell does not"),

@@ -27,13 +27,13 @@ def test_a_number_or_a_list(text: str, found: object) -> None:
      "[1 for i in range(3)]", "__import__('os')", "(" * 500, "[1]*9**9**9", "1\0"],
 )  # fmt: skip
 def test_anything_else_is_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="--moe-layer-freq .*is not a choice of layers"):
+    with pytest.raises(ConfigError, match="--moe-layer-freq .*is not a layer pattern"):
         read_pattern("--moe-layer-freq", text, None)
 
 
 def test_a_list_has_an_entry_for_each_layer() -> None:
     assert read_pattern("--no-rope-freq", "[0,1]*2", 4) == (0, 1, 0, 1)
-    with pytest.raises(ConfigError, match=r"--no-rope-freq \[0,1\] has 2 entries, and --num-layers is 4"):
+    with pytest.raises(ConfigError, match=r"--no-rope-freq \[0,1\] has 2 entries, but --num-layers is 4"):
         read_pattern("--no-rope-freq", "[0,1]", 4)
 
 

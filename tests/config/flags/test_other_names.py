@@ -30,7 +30,7 @@ def test_every_name_leads_to_a_flag_and_is_none_itself() -> None:
     ],
 )
 def test_the_hint_names_the_flag(given: str, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{given} is not a flag of this program. Did you mean {flag}[?]"):
+    with pytest.raises(ConfigError, match=f"unknown flag {given}. Did you mean {flag}[?]"):
         parse([given, "3"])
 
 

@@ -20,7 +20,7 @@ from megatron.config.flags.paths import prefix_problems
 def test_a_folder_is_no_prefix(inputs: tuple[str, ...], proposed: str) -> None:
     (text,) = prefix_problems("--output-prefix", "data/", "_text_document.bin", inputs)
     assert text.startswith(
-        "--output-prefix data/ names a folder and no files: they would be called data/_text_document.b"
+        "--output-prefix data/ is a folder, not a prefix: files would be named data/_text_document.b"
     )
     assert text.endswith(f"for example --output-prefix {proposed}.")
 

@@ -92,7 +92,7 @@ def test_what_is_there_is_named(tmp_path: Path, use: PathUse) -> None:
         ("pipe", "is a pipe"),
         ("device", "is a device"),
         ("socket", "is a socket"),
-        ("loop", f"is a link to {tmp_path}/loop that points back to itself"),
+        ("loop", f"is a symbolic link loop (to {tmp_path}/loop)"),
     ):
         assert said[name].startswith(f"--flag {tmp_path}/{name} {words}. Give "), said[name]
     is_written = use in (PathUse.NEW_FILE, PathUse.NEW_STREAM, PathUse.NEW_PREFIX)
@@ -106,14 +106,14 @@ def test_small_files_are_bounded_and_not_empty(tmp_path: Path, monkeypatch: pyte
     flag = next(flag for flag in flags_of(TokenizerFileFlags) if flag.field == "vocab_file")
     path = tmp_path / "vocab.json"
     path.touch()
-    with pytest.raises(ConfigError, match=r"--vocab .*vocab\.json is empty\. Give the path of a plain file"):
+    with pytest.raises(ConfigError, match=r"--vocab .*vocab\.json is empty\. Give the path of a regular file"):
         check_paths(flag, "--vocab", str(path))
     with path.open("r+b") as file:
         file.truncate(5 << 30)
-    with pytest.raises(ConfigError, match=r"holds 5,368,709,120 bytes; such a file may hold 268,435,456"):
+    with pytest.raises(ConfigError, match=r"has 5,368,709,120 bytes; the limit is 268,435,456"):
         check_paths(flag, "--vocab", str(path))
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match=r"vocab\.json may not be read by this user"):
+    with pytest.raises(ConfigError, match=r"vocab\.json is not readable by this user"):
         check_paths(flag, "--vocab", str(path))
 
 
@@ -133,7 +133,7 @@ def test_the_files_of_a_prefix_and_of_a_group_are_looked_at(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "c.idx")
     for value in (f"{tmp_path}/c", f"train: 0.5 0:1 {tmp_path}/c, 1 0:1 other"):
         assert [*path_problems("--data-path", PathUse.PREFIX, value)] == [
-            f"--data-path {tmp_path}/c.idx is a pipe. Give the path of a plain file."
+            f"--data-path {tmp_path}/c.idx is a pipe. Give the path of a regular file."
         ]
 
 

@@ -36,5 +36,5 @@ def test_the_file_of_another_programs_run_is_read(tmp_path: Path) -> None:
     request = parse(words(f"--config {path}"))
     assert (request.report.log_style, request.report.run_files) == ("megatron", "megatron")
     assert not request.was_given("report.log_style")
-    assert "--log-style mine is a name of another program; --log-style megatron is used." in request.notices
+    assert "--log-style mine belongs to another program; --log-style megatron is used." in request.notices
     assert parse(words(f"--config {path}"), program=MINE).report.log_style == "mine"

@@ -22,5 +22,7 @@ def test_the_program_gives_the_objective_and_prefers_the_heads_of_bert() -> None
     assert read("") == ("masked", "BertWordPieceLowerCase", True, 2)
     assert read("--bert-no-binary-head") == ("masked", "BertWordPieceLowerCase", True, 0)
     assert read("--num-token-types 1 --tokenizer-type BertWordPieceCase") == ("masked", "BertWordPieceCase", True, 1)
-    with pytest.raises(ConfigError, match="--objective causal was requested, but this program is for --objective mask"):
+    with pytest.raises(
+        ConfigError, match="--objective causal was requested, but this program requires --objective mask"
+    ):
         read("--objective causal")

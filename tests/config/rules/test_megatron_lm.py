@@ -73,8 +73,8 @@ MIXTURE, MUON = "--use-mcore-models --num-experts 4", "--attention-backend auto 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (MIXTURE, "--use-mcore-models is .* --moe-aux-loss-coeff 0.01 (--moe-aux-loss-coeff 0.0 there). Give"),
-        (f"{MUON} --muon-momentum 0.9 --muon-nesterov", "this run: --muon-extra-scale-factor 0.2 (--muon-extra"),
+        (MIXTURE, "--use-mcore-models is .* --moe-aux-loss-coeff 0.01 (--moe-aux-loss-coeff 0.0 there). Set"),
+        (f"{MUON} --muon-momentum 0.9 --muon-nesterov", "this run's: --muon-extra-scale-factor 0.2 (--muon-extra"),
         (MUON, "--muon-nesterov (--no-muon-nesterov there)"),
         (f"{MIXTURE} --moe-aux-loss-coeff 0.01", ""),
         (f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", ""),

@@ -58,7 +58,9 @@ def test_schedule_and_chunks_follow_from_the_flags(flags: dict[str, object], nam
 def test_an_engine_runs_only_what_its_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = dataclasses.replace(ENGINES[OWN], schedules=(), reads_files=False)
     monkeypatch.setattr(pipeline, "ENGINES", types.MappingProxyType({**ENGINES, OWN: nothing}))
-    with pytest.raises(ConfigError, match="own does not run the pipeline schedule zbv. Use --pipeline-schedule 1f1b"):
+    with pytest.raises(
+        ConfigError, match="own does not support the pipeline schedule zbv. Use --pipeline-schedule 1f1b"
+    ):
         small(f"{STAGES}--pipeline-engine own --pipeline-schedule zbv")
 
 

@@ -42,9 +42,13 @@ def test_what_is_kept_for_recomputing_can_be_split() -> None:
 @pytest.mark.parametrize(
     ("words", "ranks", "sentence"),
     [
-        ("", 2, r"does not divide the 2 ranks \(data x context\).*: 2 were started. Use one of 1, 2, or start a .* 4"),
-        ("--tensor-model-parallel-size 2", 4, r"does not divide the 2 ranks .* Use one of 1, 2, or start a .* of 8"),
-        ("--pipeline-model-parallel-size 3", 9, "does not divide the 3 ranks .* Use 1, or start a multiple of 12"),
+        (
+            "",
+            2,
+            r"does not divide the 2 ranks \(data x context\).* Use one of 1, 2, or a multiple of 4",
+        ),
+        ("--tensor-model-parallel-size 2", 4, r"does not divide the 2 ranks .* Use one of 1, 2, or a multiple of 8"),
+        ("--pipeline-model-parallel-size 3", 9, "does not divide the 3 ranks .* Use 1, or a multiple of 12"),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
             6,

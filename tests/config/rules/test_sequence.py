@@ -61,9 +61,9 @@ def test_processes_that_do_not_fit() -> None:
     request = small(RING + "--tensor-model-parallel-size 2")
     assert world_problems(request, 16) == []
     (problem,) = world_problems(request, 12)
-    assert "which needs a multiple of 8 processes, and 12 were started. Start 8 or 16, or let 3 share one." in problem
+    assert "require a multiple of 8 processes, but this run has 12. Use 8 or 16, or 3 per sequence." in problem
     (problem,) = world_problems(request, 3)
-    assert "needs a multiple of 8 processes, 4 to share each sequence, and 3 were started" in problem
+    assert "requires a multiple of 8 processes, 4 per sequence, but this run has 3" in problem
     elastic = small(RING + "--elastic --global-batch-size 8")
     fitted, (notice,) = fit_layout(elastic, 8)[0], *[fit_layout(elastic, 2)[1]]
     assert fitted.parallel.sequence_size == 4 and "using 1 x 1 x 2 data x 1 sequence" in notice

@@ -13,7 +13,7 @@ from megatron.errors import ConfigError
     [
         ({"log_level": "loud"}, "--log-level loud is unknown"),
         ({"log_interval": 0}, "--log-interval 0 is out of range"),
-        ({"run_dir": "s3://bucket/run"}, "--run-dir s3://bucket/run is an address, and a folder is needed"),
+        ({"run_dir": "s3://bucket/run"}, "--run-dir s3://bucket/run is an address, but must be a folder"),
         ({"program_flags": "[1]"}, r"--program-flags \[1\] must be a JSON object"),
     ],
 )

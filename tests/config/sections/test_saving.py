@@ -24,13 +24,13 @@ def test_a_name_that_is_none_is_refused(name: str) -> None:
 
 def test_a_folder_without_an_interval_holds_the_end_of_a_run_and_says_so() -> None:
     (notice,) = small("--save out").notices
-    assert notice.startswith("--save out without --save-interval: a checkpoint is written only where the run ends")
+    assert notice.startswith("--save out without --save-interval: a checkpoint is only written at the end")
     for told in ("--save-interval 5", "--save-interval 0", "--load out --eval-only"):
         assert not any("--save-interval" in notice for notice in small(f"--save out {told}").notices)
 
 
 def test_an_address_is_no_folder() -> None:
-    with pytest.raises(ConfigError, match="--save s3://bucket/run is an address, and a folder is needed"):
+    with pytest.raises(ConfigError, match="--save s3://bucket/run is an address, but must be a folder"):
         SavingConfig(save="s3://bucket/run", save_interval=1)
     assert SavingConfig(save_secondary="s3://bucket/run").save_secondary == "s3://bucket/run"
     assert SavingConfig(save_secondary="C-drive/run:1").save_secondary == "C-drive/run:1"

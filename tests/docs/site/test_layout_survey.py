@@ -36,7 +36,7 @@ def test_a_command_with_other_values_keeps_its_sizes() -> None:
     assert {"1f1b", "bf16", "ZeRO 1", "tensor 1", "all trained"} <= given
     assert not found["float32"].is_given and found["float32"].problems == ()
     (problem,) = found["ZeRO 3"].problems
-    assert "--zero-stage 3 cannot be used with --pipeline-model-parallel-size 4" in problem
+    assert "--zero-stage 3 cannot be combined with --pipeline-model-parallel-size 4" in problem
     (problem,) = found["interleaved"].problems
     assert "--pipeline-model-parallel-size 4" in problem, "eight chunks of four layers"
     assert not any("--data-path" in problem for one in found.values() for problem in one.problems)

@@ -75,7 +75,7 @@ def test_the_first_command_of_the_manual() -> None:
     assert config.notices == ()
     on_gpu = resolve(config, Machine("cuda", 1, True, True), GPT2)
     assert on_gpu.precision.dtype_name == "float16" and on_gpu.model.padded_vocab_size == 50304
-    with pytest.raises(ConfigError, match=r"--fp16 does not train on this machine \(cpu\)\. Use --bf16") as caught:
+    with pytest.raises(ConfigError, match=r"--fp16 is not supported on this machine \(cpu\)\. Use --bf16") as caught:
         resolve(config, Machine("cpu", 1, False, True), GPT2)
     assert len(caught.value.problems) == 1
     on_cpu = parse(shlex.split(START_FAST + "--bf16 --exit-interval 1"))
@@ -136,7 +136,7 @@ def test_a_large_published_run() -> None:
 
 def test_tensor_parallelism_on_one_process_is_rejected_instead_of_clamped() -> None:
     config = parse(shlex.split(UPSTREAM_TEST + "--data-path corpus"))
-    with pytest.raises(ConfigError, match="needs a multiple of 4 processes, and 1 was started"):
+    with pytest.raises(ConfigError, match="requires a multiple of 4 processes, but this run has 1"):
         resolve(config, Machine("cuda", 1, True, True), TokenizerFacts(5120, 0, "f"))
 
 

@@ -108,7 +108,7 @@ def test_flags_of_the_trainer_win() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--restart maybe", r'--restart takes no value, or true or false, not "maybe"'),
+        ("--restart maybe", r'--restart expects no value, true or false, got "maybe"'),
         ("--enable_bos False", r"--enable_bos false: chats are always written with <s>"),
         ("--enable_eos False", r"--enable_eos false: chats are always written with </s>"),
         ("--alpha 0.2", r"--alpha 0\.2 replaces answers by questions, and documents have neither"),

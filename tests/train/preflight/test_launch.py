@@ -26,11 +26,11 @@ def test_layout_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert said(*FLAGS) == []
     (layout,) = said(*FLAGS, "--tensor-model-parallel-size", "4")
-    assert "needs a multiple of 4 processes, and 6 were started. Start 4 or 8" in layout
+    assert "requires a multiple of 4 processes, but this run has 6. Use 4 or 8" in layout
     (batch,) = said(*FLAGS, "--global-batch-size", "16")
     assert "x 6 data-parallel replicas = 12. Use 12 or 24." in batch
     assert said("--fp16", "--tensor-model-parallel-size", "4") == [
-        "--fp16 does not train on this machine (cpu: DS_ACCELERATOR=cpu). Use --bf16, or drop --fp16 for float32."
+        "--fp16 is not supported on this machine (cpu: DS_ACCELERATOR=cpu). Use --bf16, or drop --fp16 for float32."
     ], "the layout is compared with sizes of a network, which are missing"
 
 

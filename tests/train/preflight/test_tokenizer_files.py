@@ -42,7 +42,7 @@ def test_a_hugging_face_tokenizer_is_here_or_on_the_hub(tmp_path: Path, monkeypa
     )
     (tmp_path / "tokenizer.json").write_text("{}")
     assert said(*kind, str(tmp_path)) == []
-    assert "is neither a file nor a folder here, and not a hub name" in said(*kind, f"{tmp_path}/none")[0]
+    assert "is neither a local file or folder nor a Hub name" in said(*kind, f"{tmp_path}/none")[0]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert "the package huggingface_hub, which would fetch it, is not installed" in said(*kind, "openai/gpt")[0]
 

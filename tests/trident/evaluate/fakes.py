@@ -27,7 +27,7 @@ class ByteTokenizer:
     @property
     def eod_id(self) -> int:
         if not self.has_eod:
-            raise ConfigError("The tokenizer bytes names no end-of-document token.")
+            raise ConfigError("The tokenizer bytes has no end-of-document token.")
         return EOD
 
     @property

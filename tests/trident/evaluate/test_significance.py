@@ -115,7 +115,7 @@ def test_a_checkpoint_does_not_differ_from_itself() -> None:
     [
         (accuracies(1, 0), "questions has 3 items in one result and 2 in the other"),
         (results_of({"acc": 1}, name="others"), "no task in common .*questions and others"),
-        (results_of({"acc": 1, "item": "b:1"}, {"acc": 1}, {"acc": 1}), "the item 'file.jsonl:1' in one result where"),
+        (results_of({"acc": 1, "item": "b:1"}, {"acc": 1}, {"acc": 1}), "the item 'file.jsonl:1'"),
         (results_of({"acc": "nan"}, {"acc": 1}, {"acc": 1}), "has 'nan' as acc, which is not a finite number"),
     ],
 )

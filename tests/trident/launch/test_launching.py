@@ -178,7 +178,7 @@ def test_the_layout_is_shown() -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"needs a multiple of 4 processes, and 6 were started"):
+    with pytest.raises(ConfigError, match=r"requires a multiple of 4 processes, but this run has 6"):
         check_program(["pretrain_gpt.py", *FLAGS, "--tensor-model-parallel-size", "4"], 6)
     with pytest.raises(ConfigError, match=r"8 is not a multiple of --micro-batch-size 2 x 3 data-parallel"):
         check_program(["pretrain_gpt.py", *FLAGS], 3)

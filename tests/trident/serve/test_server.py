@@ -192,14 +192,14 @@ def test_a_hostile_template_delays_no_other_request(served: ServedModel, monkeyp
         assert meanwhile, "no answer came before the first of them was refused"
         for one in endless:
             assert b" 400 " in one.result().splitlines()[0]
-            assert "the chat template mine.jinja: it computes for more than 0.3" in body_of(one.result())
+            assert "the chat template mine.jinja: it takes more than 0.3" in body_of(one.result())
         refused = clients.submit(talk, "hostile").result()
         # Which limit it meets first depends on the machine.
-        limits = ("it needs more than 256 MB of memory", "writes more than", "it computes for more than")
+        limits = ("it needs more than 256 MB of memory", "renders more than", "it takes more than")
         assert any(limit in body_of(refused) for limit in limits)
         killed = clients.submit(talk, "endless")
         while not killed.done():
-            seat = template._program._seat
+            seat = template._program._slot
             if seat.child is not None:
                 os.kill(seat.child._process.pid, signal.SIGKILL)
             time.sleep(0.05)

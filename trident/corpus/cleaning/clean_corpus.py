@@ -16,7 +16,7 @@ import numpy.typing as npt
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.files.replacing import check_writable, remove_leftovers, write_atomically
-from trident.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, CleanWork, Dropped
+from trident.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, CleanWork, DroppedDocument
 from trident.corpus.cleaning.cleaning_report import CleaningReport
 from trident.corpus.cleaning.contamination import EvaluationSets
 from trident.corpus.cleaning.documents.clean_options import CleanOptions
@@ -201,7 +201,7 @@ class _Writer:
                 if report.wants_example(rejection.reason) or self.dropped is not None:
                     text = result.output[ends[index] - result.sizes[index] : ends[index]]
                     shown = document_of(text.split(b"\n", 1)[0], self.options.key)[:SHOWN_CHARACTERS]
-                dropped.append(Dropped(int(result.passed[index]), rejection.reason, rejection.detail, shown))
+                dropped.append(DroppedDocument(int(result.passed[index]), rejection.reason, rejection.detail, shown))
         dropped.sort()
         for start, stop in _runs(stays):
             begin = int(ends[start] - result.sizes[start])
@@ -220,7 +220,7 @@ class _Writer:
         if self.dropped is not None:
             self._write_dropped(result, dropped, path, line)
 
-    def _write_dropped(self, result: CleanedBlock, dropped: Sequence[Dropped], path: str, line: int) -> None:
+    def _write_dropped(self, result: CleanedBlock, dropped: Sequence[DroppedDocument], path: str, line: int) -> None:
         """One line each: reason, detail, source, line, and the document as it was read (`raw` if it is no JSON)."""
         ends = np.cumsum(result.original_sizes)
         lines = []

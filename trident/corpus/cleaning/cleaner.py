@@ -39,7 +39,7 @@ _BEFORE_A_CHANGE = 20
 _COMPARED_CHARACTERS = 8**4
 
 
-class Dropped(NamedTuple):
+class DroppedDocument(NamedTuple):
     """A document of a block that is dropped.
 
     Args:
@@ -55,7 +55,7 @@ class Dropped(NamedTuple):
     offset: int = 0
 
 
-class Changed(NamedTuple):
+class TextChange(NamedTuple):
     """A document whose text was changed: where it first differs, before and after."""
 
     number: int
@@ -84,8 +84,8 @@ class CleanedBlock:
     """
 
     lines: int
-    dropped: list[Dropped] = field(default_factory=list)
-    changed: list[Changed] = field(default_factory=list)
+    dropped: list[DroppedDocument] = field(default_factory=list)
+    changed: list[TextChange] = field(default_factory=list)
     passed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     pieces: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -138,7 +138,7 @@ class Cleaner:
         for number, entry in enumerate(entries):
             if entry.bad is not None:
                 shown = (entry.raw or b"")[: SHOWN_CHARACTERS * 4].decode("utf-8", "replace")[:SHOWN_CHARACTERS]
-                cleaned.dropped.append(Dropped(number, BAD_LINE, entry.bad.reason, shown, entry.bad.offset))
+                cleaned.dropped.append(DroppedDocument(number, BAD_LINE, entry.bad.reason, shown, entry.bad.offset))
                 if not options.skip_bad_lines:
                     return cleaned
             elif entry.text is not None:
@@ -197,7 +197,7 @@ class Cleaner:
         if not cut or len(cut) > choice.maximum_pieces:
             return Rejection(CONTAMINATED, f"{len(cut)} pieces left: {shown}")
         pieces[number] = cut
-        cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(cut)} pieces left"))
+        cleaned.changed.append(TextChange(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(cut)} pieces left"))
         return None
 
     def _repaired(self, number: int, text: str, cleaned: CleanedBlock) -> str:
@@ -219,7 +219,7 @@ class Cleaner:
         for number, rejection in zip(list(texts), rejections, strict=True):
             if rejection is not None:
                 shown = texts.pop(number)[:SHOWN_CHARACTERS]
-                cleaned.dropped.append(Dropped(number, rejection.reason, rejection.detail, shown))
+                cleaned.dropped.append(DroppedDocument(number, rejection.reason, rejection.detail, shown))
 
     def _pack(
         self,
@@ -277,8 +277,8 @@ class CleanWork(BlockWork[CleanedBlock]):
     def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> CleanedBlock:
         cleaned = CleanedBlock(
             facts["lines"],
-            [Dropped(*entry) for entry in facts["dropped"]],
-            [Changed(*entry) for entry in facts["changed"]],
+            [DroppedDocument(*entry) for entry in facts["dropped"]],
+            [TextChange(*entry) for entry in facts["changed"]],
         )
         for (name, kind), data in zip(facts["kinds"].items(), buffers, strict=True):
             setattr(cleaned, name, bytes(data) if kind is None else np.frombuffer(data, kind[0]).reshape(kind[1]))
@@ -314,7 +314,7 @@ def _filters(options: CleanOptions) -> Iterator[DocumentFilter]:
         yield LanguageFilter(options.language).rejections
 
 
-def _change(number: int, what: str, before: str, after: str) -> Changed:
+def _change(number: int, what: str, before: str, after: str) -> TextChange:
     """A change with the text around the first difference, found in steps, as texts are long and mostly equal."""
     first = 0
     step = _COMPARED_CHARACTERS
@@ -323,7 +323,7 @@ def _change(number: int, what: str, before: str, after: str) -> Changed:
             first += step
         step //= 8
     start = max(0, first - _BEFORE_A_CHANGE)
-    return Changed(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
+    return TextChange(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
 
 
 def _unwritten(entry: DocumentEntry, key: str) -> bytes:

@@ -41,7 +41,7 @@ class DuplicateFilter:
         if self._near is not None:
             left = np.flatnonzero([rejection is None for rejection in rejections])
             numbers = cleaned.passed[left] + self._read
-            twins = self._near.twins(cleaned.signatures[left], cleaned.band_keys[left], numbers)
+            twins = self._near.duplicates_of(cleaned.signatures[left], cleaned.band_keys[left], numbers)
             for index, twin in zip(left.tolist(), twins, strict=True):
                 if twin is not None:
                     rejections[index] = Rejection(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")

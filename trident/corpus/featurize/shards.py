@@ -38,8 +38,8 @@ from trident.corpus.featurize.window_cutting import (
 )
 from trident.corpus.featurize.window_writer import WindowWriter
 from trident.corpus.workers.processes import (
-    death_of,
     enter_worker,
+    exit_error,
     failure_message,
     raise_failure,
     start_method,
@@ -236,7 +236,7 @@ def _take_answer(receiver: Connection, process: BaseProcess) -> None:
         answer = json.loads(receiver.recv_bytes())
     except (EOFError, OSError) as failure:
         title = f"the process {process.pid}, which wrote shards,"
-        raise death_of(title, process, workers_flag="--num-workers") from failure
+        raise exit_error(title, process, workers_flag="--num-workers") from failure
     raise_failure(answer)
 
 

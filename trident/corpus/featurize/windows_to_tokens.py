@@ -19,7 +19,7 @@ from megatron.data.formats.sidecar import check_replaceable
 from megatron.data.formats.window_names import expand_windows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
-from megatron.tokenizers.tokenizer import surround
+from megatron.tokenizers.tokenizer import add_special_tokens
 from trident.corpus.featurize.window_cutting import Numbers
 from trident.corpus.inputs.block import InputBlock
 from trident.corpus.preprocess.provenance import SourceLog, versions
@@ -81,7 +81,7 @@ def windows_to_tokens(
             empty += len(lengths) - len(kept)
             if begin is not None or end is not None:
                 around = [[] if token is None else [token] for token in (begin, end)]
-                tokens, kept = surround(tokens, kept, around[0], around[1])
+                tokens, kept = add_special_tokens(tokens, kept, around[0], around[1])
             writer.add_batch(tokens, kept)
         for path in paths:
             with WindowFile(path) as file:

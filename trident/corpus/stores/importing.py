@@ -91,7 +91,7 @@ def import_files(
         try:
             if fingerprint is not None:
                 if _known(writer, fingerprint, wanted) is not None:
-                    progress.leave_out(total_bytes([path]) or 0)
+                    progress.skip(total_bytes([path]) or 0)
                     yield ImportResult(masked(path), None)
                     continue
                 _refuse_changed(writer, path, fingerprint, wanted)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron.data.stores.backend import PLAIN_COLUMN, StoreBackend
-from megatron.data.stores.document_store import DocumentStore, chosen_collections, open_store
+from megatron.data.stores.document_store import DocumentStore, open_store, select_collections
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.files.replacing import check_writable, write_atomically
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -79,7 +79,7 @@ def audit(backend: StoreBackend, names: Sequence[str] = ()) -> list[Audit]:
         DataError: a collection is missing.
         StorageError: the database cannot be reached, or is locked.
     """
-    return [_audit_one(backend, name) for name in chosen_collections(backend, names)]
+    return [_audit_one(backend, name) for name in select_collections(backend, names)]
 
 
 def _audit_one(backend: StoreBackend, name: str) -> Audit:

@@ -11,7 +11,7 @@ from typing import Any
 from megatron import log
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.backend import PLAIN_COLUMN, CollectionFacts
-from megatron.data.stores.document_store import chosen_collections, open_backend, text_column
+from megatron.data.stores.document_store import open_backend, select_collections, text_column
 from megatron.errors import ConfigError
 from trident.corpus.inputs.block import InputBlock
 from trident.corpus.inputs.lines import LONG_LINE_BYTES
@@ -21,7 +21,7 @@ from trident.corpus.inputs.tables import InputTable
 def table_names(value: str) -> list[str]:
     """The addresses of all tables that an address names, in order."""
     address = StoreAddress.of(value)
-    return [address.only(name) for name in chosen_collections(open_backend(address), address.collections)]
+    return [address.only(name) for name in select_collections(open_backend(address), address.collections)]
 
 
 def open_table(path: str) -> StoreTable:
@@ -40,7 +40,7 @@ class StoreTable(InputTable):
         self._address = StoreAddress.of(path)
         self._shown = self._address.shown
         self._backend = open_backend(self._address)
-        names = chosen_collections(self._backend, self._address.collections)
+        names = select_collections(self._backend, self._address.collections)
         if len(names) != 1:
             raise ConfigError(f"{self._shown} holds {len(names)} tables ({', '.join(names[:8])}); name one of them.")
         self._name = names[0]
@@ -52,12 +52,12 @@ class StoreTable(InputTable):
 
     @property
     def file(self) -> str | None:
-        return self._address.place if self._address.kind == "sqlite" else None
+        return self._address.target if self._address.kind == "sqlite" else None
 
     def size_bytes(self, start: int, stop: int | None) -> int | None:
         if self._address.kind != "sqlite":
             return None
-        size = os.path.getsize(self._address.place)
+        size = os.path.getsize(self._address.target)
         if start == 0 and stop is None:
             return size
         rows = max(1, self.rows)

@@ -27,7 +27,7 @@ from megatron.data.stores.backend import (
     CollectionFacts,
     ImportRecord,
 )
-from megatron.data.stores.mongodb import MongoCollections, explained
+from megatron.data.stores.mongodb import MongoCollections, translated_errors
 from megatron.data.stores.record_store import PAIR_COLUMNS
 from megatron.data.stores.sqlite import BUSY_SECONDS, quoted_name, sqlite_error
 from megatron.errors import ConfigError, DataError
@@ -99,8 +99,8 @@ def open_writer(
     address.check_password()
     columns = PAIR_COLUMNS if holds_pairs else (FILTERED_COLUMN, ORIGINAL_COLUMN)
     if address.kind == "sqlite":
-        return _SqliteWriter(address.place, collection, columns)
-    return _MongoWriter(MongoCollections(address.place, address.database), collection, columns, takes_over)
+        return _SqliteWriter(address.target, collection, columns)
+    return _MongoWriter(MongoCollections(address.target, address.database), collection, columns, takes_over)
 
 
 class _SqliteWriter:
@@ -112,13 +112,13 @@ class _SqliteWriter:
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise ConfigError(f"{path}: there is no folder {folder} for the SQLite file. Make it, or correct the path.")
-        with self._explained():
+        with self._translated_errors():
             address = f"file:{quote(os.path.abspath(path))}?mode=rwc"
             self._connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
             self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
     def records(self) -> list[ImportRecord]:
-        with self._explained():
+        with self._translated_errors():
             if not self._has_table(IMPORT_COLLECTION):
                 return []
             names = ", ".join(field.name for field in fields(ImportRecord))
@@ -129,7 +129,7 @@ class _SqliteWriter:
 
     def begin(self) -> int:
         table = quoted_name(self._collection)
-        with self._explained():
+        with self._translated_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 for statement in _SCHEMA:
@@ -152,7 +152,7 @@ class _SqliteWriter:
     def append(self, texts: Sequence[str], others: Sequence[str] | None) -> None:
         seconds: Sequence[str | None] = others if others is not None else [None] * len(texts)
         rows = zip(range(self._next, self._next + len(texts)), texts, seconds, strict=True)
-        with self._explained():
+        with self._translated_errors():
             self._connection.executemany(
                 f"INSERT INTO {quoted_name(self._collection)} (idx, {', '.join(self._columns)}) VALUES (?, ?, ?)",
                 rows,
@@ -160,7 +160,7 @@ class _SqliteWriter:
         self._next += len(texts)
 
     def commit(self, record: ImportRecord) -> None:
-        with self._explained():
+        with self._translated_errors():
             marks = ", ".join("?" for _ in fields(ImportRecord))
             self._connection.execute(f"INSERT INTO {IMPORT_COLLECTION} VALUES ({marks})", astuple(record))
             self._connection.execute(
@@ -190,7 +190,7 @@ class _SqliteWriter:
         return tables.fetchone() is not None
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.IntegrityError as failure:
@@ -227,7 +227,7 @@ class _MongoWriter:
         facts = self._backend.facts(name)
         _check_facts(self._backend.shown, name, facts, self._columns)
         size = 0 if facts.last_idx is None else facts.last_idx + 1
-        with explained(self._backend.shown):
+        with translated_errors(self._backend.shown):
             database[name].create_index("idx", unique=True)
             database[META_COLLECTION].create_index("collection_name", unique=True)
             database[META_COLLECTION].update_one(
@@ -253,13 +253,13 @@ class _MongoWriter:
             for idx, (text, other) in enumerate(zip(texts, seconds, strict=True), self._next)
         ]
         if documents:
-            with explained(self._backend.shown):
+            with translated_errors(self._backend.shown):
                 self._backend.database[self._collection].insert_many(documents)
         self._next += len(texts)
 
     def commit(self, record: ImportRecord) -> None:
         database = self._backend.database
-        with explained(self._backend.shown):
+        with translated_errors(self._backend.shown):
             database[IMPORT_COLLECTION].insert_one(asdict(record))
             done = database[META_COLLECTION].update_one(
                 {"collection_name": self._collection, _IMPORTER: self._mine, "num_docs": self._first},
@@ -274,7 +274,7 @@ class _MongoWriter:
 
     def abort(self) -> None:
         if self._holds:
-            with explained(self._backend.shown):
+            with translated_errors(self._backend.shown):
                 self._backend.database[self._collection].delete_many({"idx": {"$gte": self._first}})
                 self._let_go()
 

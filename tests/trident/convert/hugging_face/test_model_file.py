@@ -69,5 +69,5 @@ def test_a_vocabulary_of_another_size_is_a_flag(choice: TokenizerChoice, tmp_pat
     assert imported_record(path, path.parent, model, tokenizer, "F32").config["model"]["vocab_size"] == TOKENS + 24
     smaller = dataclasses.replace(model, vocab_size=TOKENS - 1)
     path.write_text(model_file_text(smaller, choice, tokenizer, "Imported from here."))
-    with pytest.raises(ConfigError, match="--vocab-size 279 has no entry for the end-of-document token, 279"):
+    with pytest.raises(ConfigError, match="--vocab-size 279 excludes the end-of-document token, id 279"):
         imported_record(path, path.parent, smaller, tokenizer, "F32")

@@ -192,7 +192,7 @@ def test_invalid_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(StorageError, match=rf"Cannot write {tmp_path}"):
         attempt(str(tmp_path))
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"--dropped d\.zst needs the zstandard package \(pip install zstandard\)"):
+    with pytest.raises(ConfigError, match=r"--dropped d\.zst requires the zstandard package \(pip install zstandard\)"):
         attempt("a", "d.zst")
 
 

@@ -81,15 +81,15 @@ def test_no_lines() -> None:
     ("source", "reason", "ends"),
     [
         ("a.jsonl", "key 'text' (--json-keys) is missing", "--on-bad-line skip."),
-        ("<stdin>", "not JSON: Expecting value", r"If this is plain text, say what ends a document, such as --do"),
-        ("a.log", "not JSON: Expecting value", "If this is plain text, call the file *.txt: then each line is"),
+        ("<stdin>", "not JSON: Expecting value", r"If this is plain text, set the document separator, such as --do"),
+        ("a.log", "not JSON: Expecting value", "If this is plain text, rename the file to *.txt: then each line is"),
     ],
 )
 def test_the_advice_names_plain_text_where_a_line_is_not_json(source: str, reason: str, ends: str) -> None:
     with pytest.raises(DataError) as failure:
         BadLines(are_skipped=False, consequence="Nothing was read. ").take([BadLine(2, 7, reason)], 1, source, 100, 40)
     advice = str(failure.value).removeprefix(f"{source}:43: byte offset 107: {reason}. Nothing was read. ")
-    assert advice.startswith("Fix the line, or leave such lines out with --on-bad-line skip.")
+    assert advice.startswith("Fix the line, or skip such lines with --on-bad-line skip.")
     assert ends in advice
     assert ("plain text" in advice) is reason.startswith("not JSON")
 

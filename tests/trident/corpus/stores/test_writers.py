@@ -14,7 +14,7 @@ import pytest
 
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_store
-from megatron.data.stores.mongodb import explained
+from megatron.data.stores.mongodb import translated_errors
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.databases import Database
 from tests.trident.corpus.stores.imports import jsonl, problems_of, put, texts_of
@@ -147,11 +147,14 @@ def test_driver_errors_are_reported(mongo_database: Database) -> None:
     with pytest.raises(DataError, match=r"a document could not be added: .*E11000.*run one at a time"):
         writer.append(["b"], None)
     with (
-        pytest.raises(DataError, match=r"mongodb://h/d: the server refused: not authorized"),
-        explained("mongodb://h/d"),
+        pytest.raises(DataError, match=r"mongodb://h/d: the server rejected the request: not authorized"),
+        translated_errors("mongodb://h/d"),
     ):
         raise pymongo.errors.OperationFailure("not authorized")
-    with pytest.raises(DataError, match=r"cannot be sent or read: BSON too large.*16 MB"), explained("mongodb://h/d"):
+    with (
+        pytest.raises(DataError, match=r"cannot be sent or read: BSON too large.*16 MB"),
+        translated_errors("mongodb://h/d"),
+    ):
         raise pymongo.errors.DocumentTooLarge("BSON too large")
 
 

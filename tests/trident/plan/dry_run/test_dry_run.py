@@ -315,7 +315,7 @@ def test_mismatched_ranks_raise_an_error(sound: DryRun, monkeypatch: pytest.Monk
         (("--pipeline-model-parallel-size", "2", "--pipeline-engine", "deepspeed"), "Drop --pipeline-engine"),
         (("--num-experts", "3"), "16 tokens of a micro-batch on a rank x --moe-router-topk 2 are not a multiple"),
         (("--tensor-model-parallel-size", "3"), "--tensor-model-parallel-size 3"),
-        (("--plan-only",), "--plan-only and --dry-run-ranks are both given"),
+        (("--plan-only",), "--plan-only cannot be combined with --dry-run-ranks"),
     ],
 )
 def test_unsupported_settings_are_refused(flags: tuple[str, ...], sentence: str) -> None:

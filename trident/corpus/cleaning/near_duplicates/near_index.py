@@ -25,7 +25,7 @@ Signatures = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
-class _Newcomers:
+class _Batch:
     """Documents of one block that are to be looked up, with what is known about their bands.
 
     Args:
@@ -59,7 +59,7 @@ class NearIndex:
         """Bytes of all arrays."""
         return self._table.nbytes + self._signatures.nbytes + self._older.nbytes + self._numbers.nbytes
 
-    def twins(
+    def duplicates_of(
         self, signatures: Signatures, keys: Hashes, numbers: npt.NDArray[np.int64]
     ) -> list[tuple[int, float] | None]:
         """For each document the number of the kept document most similar to it, and the similarity; None if it is kept.
@@ -74,7 +74,7 @@ class NearIndex:
         heads[there] = rows + np.uint32(1)
         _, inverse, counts = np.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
         shared = (counts[inverse] > 1).reshape(keys.shape)
-        new = _Newcomers(signatures, keys, heads.reshape(keys.shape), shared)
+        new = _Batch(signatures, keys, heads.reshape(keys.shape), shared)
         has_words = keys.any(axis=1)
         local: dict[int, list[int]] = {}
         twins: list[tuple[int, float] | None] = [None] * len(keys)
@@ -88,7 +88,7 @@ class NearIndex:
         return twins
 
     def _most_like(
-        self, new: _Newcomers, index: int, local: dict[int, list[int]], numbers: npt.NDArray[np.int64]
+        self, new: _Batch, index: int, local: dict[int, list[int]], numbers: npt.NDArray[np.int64]
     ) -> tuple[int, float] | None:
         signature = new.signatures[index]
         steps = np.full(new.keys.shape[1], _MOST_COMPARED)
@@ -121,7 +121,7 @@ class NearIndex:
             rows, bands = older[on] - 1, bands[on]
         return np.unique(np.concatenate(parts)) if parts else rows
 
-    def _remember(self, new: _Newcomers, kept: npt.NDArray[np.intp], numbers: npt.NDArray[np.int64]) -> None:
+    def _remember(self, new: _Batch, kept: npt.NDArray[np.intp], numbers: npt.NDArray[np.int64]) -> None:
         first, self._rows = self._rows, self._rows + len(kept)
         if self._rows > len(self._numbers):
             size = max(self._rows, int(len(self._numbers) * _GROWTH))
