@@ -53,7 +53,7 @@ class LocalPlan(RingPlan):
     wires: Wires = field(default_factory=Wires)
     events: list[str] = field(default_factory=list)
 
-    def send_on(self, sent: torch.Tensor) -> Any:
+    def rotate(self, sent: torch.Tensor) -> Any:
         """Puts a block where the next thread finds it."""
         number = self.events.count(SENT)
         self.events.append(SENT)
