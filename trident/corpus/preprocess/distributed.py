@@ -83,8 +83,8 @@ def share_of_rank(
         seed = ranks.run_on_first(lambda: secrets.randbits(32))
         log.info(f"--shuffle without --seed: --seed {seed} gives this order again.")
     drawn = drawn_rows(rows.rows, draw.count, seed)
-    share = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
-    source = rows.drawn_blocks(options.keys, share, BLOCK_BYTES)
+    indices = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
+    source = rows.drawn_blocks(options.keys, indices, BLOCK_BYTES)
     return lambda prefix: preprocess_blocks(source, prefix, options, 1, progress)
 
 

@@ -114,9 +114,7 @@ def test_errors_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ConfigError, match=r"lists files that end in \.jsonl, \.txt; to count, shuffle or split them"):
         open_rows([source, f"{tmp_path}/a.txt"], None)
-    with pytest.raises(
-        DataError, match=r"in\.jsonl \(train\): no column 'words' \(--json-keys\); it has 'text'"
-    ):
+    with pytest.raises(DataError, match=r"in\.jsonl \(train\): no column 'words' \(--json-keys\); it has 'text'"):
         texts([source], None, range(1), "words")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
