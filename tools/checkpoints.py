@@ -329,7 +329,7 @@ def _copy(flags: CopyFlags) -> int:
         held = identity_of(target)
         if held is not None and identity is not None and held.run_id != identity.run_id:
             raise CheckpointError(
-                f"{target} holds checkpoints of run {held.run_id}, and {source} is of run {identity.run_id}: their "
+                f"{target} has checkpoints of run {held.run_id}, and {source} is of run {identity.run_id}: their "
                 "steps would be mixed in one folder. Copy it to another folder."
             )
         made = copy_checkpoint(source, target, mesh, flag="--save")

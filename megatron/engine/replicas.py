@@ -193,7 +193,7 @@ def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device
             gap = _Difference(*fields)
             return gap.ratio, (
                 f"{text}; {gap.elements} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
-                f"rank {rank}, the first at {gap.first_index}: {gap.reference} and {gap.value}"
+                f"rank {rank}, the first at {gap.first}: {gap.reference} and {gap.value}"
             )
     return 0.0, text
 
@@ -203,13 +203,13 @@ class _Difference(NamedTuple):
 
     Attributes:
         elements: number of elements that differ.
-        first_index: the first of them.
+        first: index of the first of them.
         reference, value: the first rank's value there, and this rank's.
         ratio: the largest difference relative to the largest value; infinite if one is not finite.
     """
 
     elements: int
-    first_index: int
+    first: int
     reference: str
     value: str
     ratio: float

@@ -112,7 +112,7 @@ def test_parts_follow_each_other_until_the_time_is_up(tmp_path: Path) -> None:
     assert "exit status 7; see 124m.log" in [record.get("text") for record in records]
     assert records[-1]["text"] == "time was up; go on with --parts sanitizer,zero"
     assert program.chosen_parts("zero, ops") == ["ops", "zero"] and program.chosen_parts("all") == list(PARTS)
-    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, ready, 124m"):
+    with pytest.raises(ConfigError, match="unknown part warp, bends. Use build, ready, 124m"):
         program.chosen_parts("warp,ops,bends")
 
 

@@ -165,7 +165,7 @@ def test_no_artefact_of_a_run_or_a_tool_holds_a_password(corpus: TinyCorpus, tmp
     names = {path.name for path in written} | {path.parent.name for path in written}
     assert {"config.json", "log.txt", "stderr", "wandb.jsonl", "arguments", "tensorboard"} <= names, names
     assert "instead of a password: it comes from a record of a run" in output
-    assert "cannot be given to Beam: its password would be part of the job" in output
+    assert "cannot be passed to Beam: its password would be part of the job" in output
 
 
 @pytest.mark.parametrize(

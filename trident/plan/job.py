@@ -28,7 +28,7 @@ from trident.plan.layouts import Layout, blocks_of_chunks
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters on a rank: dense ones, replicated on all data-parallel ranks, and those of its experts."""
+    """Parameters on a rank: dense ones, replicated on all data-parallel ranks, and its experts'."""
 
     dense: int
     experts: int = 0

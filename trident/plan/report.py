@@ -26,7 +26,7 @@ def plan_lines(
 
     Args:
         problems: validates the flags of a layout.
-        command: the command line to which the flags of the layout are appended.
+        command: the printed command line; the flags of the layout are appended.
         train_tokens: the length of training, if known.
         price: of a device hour, if known.
     """

@@ -104,7 +104,7 @@ def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.parquet"
     for content in (b"", b"PAR1", whole[:-1], whole[: len(whole) // 2]):
         damaged.write_bytes(content)
-        with pytest.raises(DataError, match=r"damaged\.parquet is not a Parquet file"):
+        with pytest.raises(DataError, match=r"damaged\.parquet is not a readable Parquet file"):
             WindowFile(damaged)
     place = whole.index(b"\x28\xb5\x2f\xfd")  # the first compressed page
     damaged.write_bytes(whole[:place] + bytes(12) + whole[place + 12 :])
@@ -112,7 +112,7 @@ def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
         next(WindowFile(damaged).batches(1000, group=0))
     with pytest.raises(DataError, match="rows from 0 on cannot be read"):
         list(WindowFile(damaged).batches(2))
-    with pytest.raises(DataError, match=r"none\.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match=r"none\.parquet is not a readable Parquet file"):
         WindowFile(tmp_path / "none.parquet")
 
 

@@ -138,7 +138,7 @@ def test_files_that_are_unusable_for_training(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="l6.parquet has windows of 6 tokens, the previous files of .* of 4"):
         ParquetRows(str(tmp_path / "l?.parquet"))
     (tmp_path / "text.parquet").write_text("no Parquet file")
-    with pytest.raises(DataError, match="text.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match="text.parquet is not a readable Parquet file"):
         ParquetRows(str(tmp_path / "text.parquet"))
 
 

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def _segments(*lengths: Sequence[int]) -> torch.Tensor:
-    """Document numbers of samples with documents of these lengths; those of a sample need not begin at 0."""
+    """Document numbers of samples with documents of these lengths, not starting at 0."""
     return torch.stack([torch.cat([torch.full((n,), 3 + i) for i, n in enumerate(sample)]) for sample in lengths])
 
 
@@ -102,7 +102,7 @@ LENGTHS = (200, 256, 300, 384, 500, 512, 600, 640, 700, 768)
 
 @pytest.fixture
 def flex_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What torch compiles of flex attention, without generating code; more than the limit is an error."""
+    """The graphs that torch compiles of flex attention, without generating code; more than the limit is an error."""
     graphs: list[int] = []
 
     def trace(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
@@ -265,7 +265,7 @@ def _varlen_of_torch_2_12(  # type: ignore[no-untyped-def]
 def _packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float, window: tuple
 ) -> torch.Tensor:
-    """What torch computes. Shapes: query `[n, a, d]`, key and value `[n, g, d]`, starts `[documents + 1]`."""
+    """torch's varlen attention. Shapes: query `[n, a, d]`, key and value `[n, g, d]`, starts `[documents + 1]`."""
     positions = torch.arange(len(query))
     document = torch.bucketize(positions, starts, right=True)
     distance = positions[:, None] - positions

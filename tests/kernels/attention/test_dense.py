@@ -184,7 +184,7 @@ def test_which_attention_is_explicit(
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """What reaches torch's fused attention: dtypes, heads of keys, and whether cuDNN may be chosen."""
+    """The calls of torch's fused attention: dtypes, heads of keys, and True if cuDNN is allowed."""
     calls: list[dict[str, object]] = []
 
     def record(query, key, value, *, attn_mask, enable_gqa, **_):  # type: ignore[no-untyped-def]

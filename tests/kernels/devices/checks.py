@@ -95,6 +95,6 @@ def check_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype,
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal, NaN included."""
+    """True if two tensors are bitwise equal."""
     views = [torch.empty(t.numel(), dtype=t.dtype, device=t.device).copy_(t.detach().flatten()) for t in (one, other)]
     return torch.equal(*(view.view(torch.uint8) for view in views))

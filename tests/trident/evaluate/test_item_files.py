@@ -1,4 +1,4 @@
-"""The files that tasks read, and what is said about bad ones."""
+"""The files of tasks, and the errors of invalid ones."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_the_interval_is_that_of_the_normal_distribution_for_many_items() -> Non
     assert (low, high) == pytest.approx((differences.mean() - error, differences.mean() + error), abs=0.008)
 
 
-def test_false_findings_are_as_rare_as_the_level_says() -> None:
+def test_false_findings_are_as_rare_as_the_level() -> None:
     generator = np.random.default_rng(5)
     found = [sign_test(generator.normal(0, 1, 30), Resampling(draws=400, seed=seed)) for seed in range(400)]
     assert 0.02 < np.mean([value <= 0.05 for value in found]) < 0.09

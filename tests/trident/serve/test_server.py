@@ -31,7 +31,7 @@ def body_of(answer: bytes) -> str:
     return answer.partition(b"\r\n\r\n")[2].decode()
 
 
-def test_health_says_what_the_server_is_doing(served: ServedModel) -> None:
+def test_health_reports_the_state(served: ServedModel) -> None:
     may_load = threading.Event()
     engine = FakeEngine(step_seconds=0.02)
     with listening(served, engine, before=lambda: may_load.wait(120) and None, waits=False) as running:
@@ -173,7 +173,7 @@ HOSTILE = (
 
 
 def test_a_hostile_template_delays_no_other_request(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests are refused one after the other, and meanwhile the server says that it is ready."""
+    """Its requests are refused one after the other, while /health stays ready."""
     monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
     template = ChatTemplate("mine.jinja", HOSTILE)
 

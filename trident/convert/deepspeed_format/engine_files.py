@@ -46,7 +46,7 @@ def open_engine_folder(folder: Path, choices: ImportOptions) -> ForeignModel:
     """Opens a `global_step100` folder; raises as `open_foreign` does."""
     files, layers = _read_files(folder)
     run = StoredRun.of(files[0], folder, choices)
-    ranks = 1 + max(rank for _, rank in layers) if layers else len(files)  # without layer files there is no pipeline
+    ranks = 1 + max(rank for _, rank in layers) if layers else len(files)  # no pipeline without layer files
     shards = read_shards(folder, {rank: shapes_of(content) for rank, content in files.items()})
     exact = run.parts(((rank % ranks, name, kind, part) for rank, name, kind, part in shards.tensors), ranks)
     parts = {**run.parts(_weights(files, layers), ranks), **exact}
@@ -102,12 +102,12 @@ def read_shards(folder: Path, shapes: Mapping[int, Shapes]) -> OptimizerShards:
                 " Copy the whole checkpoint."
             )
         if "fp32_flat_groups" in states[0]:
-            pieces = _stage_three(states, groups)
+            fragments = _stage_three(states, groups)
         elif "param_slice_mappings" in states[0]:
-            pieces = _stages_one_and_two(states)
+            fragments = _stages_one_and_two(states)
         else:
             return OptimizerShards(problem="the optimizer states lack parameter offsets (older DeepSpeed)")
-        shards.tensors += [(rank, name, kind, part) for name, kind, part in _parts(pieces, groups, folder)]
+        shards.tensors += [(rank, name, kind, part) for name, kind, part in _parts(fragments, groups, folder)]
         counted = _updates(states[0])
         shards.updates = counted if shards.updates is None else max(shards.updates, counted or 0)
         shards.loss_scale = _loss_scale(states[0])
@@ -167,7 +167,7 @@ def _state(content: Any, path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _stages_one_and_two(states: Sequence[Mapping[str, Any]]) -> Pieces:
+def _stages_one_and_two(states: Sequence[Mapping[str, Any]]) -> Fragments:
     for state in states:
         inner = _adam(state)
         for group, mapping in enumerate(state["param_slice_mappings"]):
@@ -179,7 +179,7 @@ def _stages_one_and_two(states: Sequence[Mapping[str, Any]]) -> Pieces:
                         yield name, kind, _Fragment(flats[key], fields.get("start", 0), fields.get("numel", 0))
 
 
-def _stage_three(states: Sequence[Mapping[str, Any]], groups: Shapes) -> Pieces:
+def _stage_three(states: Sequence[Mapping[str, Any]], groups: Shapes) -> Fragments:
     for rank, state in enumerate(states):
         inner = _adam(state)
         for group, shapes in enumerate(groups):
@@ -202,10 +202,10 @@ def _adam(state: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
     return tensors if isinstance(tensors, dict) else {}
 
 
-def _parts(pieces: Pieces, groups: Shapes, folder: Path) -> Iterator[tuple[str, Kind, RankPart]]:
+def _parts(named: Fragments, groups: Shapes, folder: Path) -> Iterator[tuple[str, Kind, RankPart]]:
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments: dict[tuple[str, Kind], list[_Fragment]] = defaultdict(list)
-    for name, kind, fragment in pieces:
+    for name, kind, fragment in named:
         fragments[name, kind].append(fragment)
     for (name, kind), held in fragments.items():
         shape = shapes.get(name)
@@ -249,4 +249,4 @@ def _loss_scale(state: Mapping[str, Any]) -> dict[str, float]:
     return {name: fields[name] for name in _SCALER_FIELDS if isinstance(fields.get(name), int | float)}
 
 
-Pieces = Iterator[tuple[str, Kind, _Fragment]]
+Fragments = Iterator[tuple[str, Kind, _Fragment]]

@@ -1,7 +1,7 @@
 """Reads Megatron-LM's `torch` layout: `iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-torch's optimizer numbers its tensors, so the names of the moments follow from their order. There are two parameter
-groups (`get_params_for_weight_decay_optimization`): matrices, then biases and norms, each in the order of the network's
+torch's optimizer numbers its tensors, so the names of the moments follow from their order: two parameter groups
+(`get_params_for_weight_decay_optimization`), matrices, then biases and norms, each in the order of the network's
 modules, which is also the order of the stored weights.
 
 Source: NVIDIA Megatron-LM `megatron/checkpointing.py`, `megatron/optimizer/__init__.py`; bigscience Megatron-DeepSpeed
@@ -255,7 +255,7 @@ def _named_tensors(files: Sequence[RankFile]) -> list[dict[str, ForeignTensor]]:
 def _moments(
     files: Sequence[RankFile], tensors: Sequence[Mapping[str, ForeignTensor]]
 ) -> tuple[list[tuple[int, str, Kind, RankPart]], int | None, str | None]:
-    """The fp32 weights and moments and Adam's step counter, or the reason why there are none."""
+    """The fp32 weights and moments and Adam's step counter, or the reason for missing ones."""
     listed, updates = [], None
     for file, named in zip(files, tensors, strict=True):
         optimizer = file.content.get("optimizer")

@@ -1,7 +1,7 @@
 """Writes DeepSpeed's universal checkpoints: whole fp32 weights and moments, one folder per parameter.
 
 Any tensor, pipeline and data parallel sizes can load it (`"checkpoint": {"load_universal": true}`). The word embedding
-has no padding rows: the loader of ZeRO 1 and 2 adds them, that of ZeRO 3 does not (`keep_padding`).
+has no padding rows: the loader of ZeRO 1 and 2 adds them, but not the loader of ZeRO 3 (`keep_padding`).
 
 Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`),
 `deepspeed/runtime/base_optimizer.py`, `deepspeed/runtime/zero/stage3.py`, `deepspeed/checkpoint/ds_to_universal.py`.

@@ -58,8 +58,8 @@ class ForeignTensor:
         """
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
-        return self.flat(0, span).as_strided(self.shape, self.strides)
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return self.flat(0, extent).as_strided(self.shape, self.strides)
 
     def flat(self, first: int, last: int) -> torch.Tensor:
         """Reads elements of the storage, counted from the tensor's first.

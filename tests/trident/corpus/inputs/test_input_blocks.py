@@ -105,7 +105,7 @@ def test_standard_input_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     os.close(end)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match=r"pipe cannot be read: it is a pipe, and no plain file"):
+    with pytest.raises(ConfigError, match=r"pipe cannot be read: it is a pipe, not a regular file"):
         check_inputs([str(pipe)])
 
 

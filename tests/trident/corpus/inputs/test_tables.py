@@ -79,7 +79,7 @@ def test_columns_are_chosen_by_address_and_keys(tmp_path: Path) -> None:
     assert read(f"{path}&column=form", keys=("title",)) == ["f"]
     with pytest.raises(DataError, match=r"collection 'docs' has no column 'body'; it has 'title', 'text'"):
         check_inputs([path], ["body"])
-    with pytest.raises(ConfigError, match=r"column= names one column, but --json-keys names 2: text form"):
+    with pytest.raises(ConfigError, match=r"column= selects one column, but --json-keys has 2: text form"):
         check_inputs([f"{path}&column=form"], ["text", "form"])
 
 
@@ -215,11 +215,11 @@ def test_errors_come_before_the_work(
     sqlite_database.write({"web": numbered(["a"]), "news": numbered(["b"])})
     with pytest.raises(DataError, match=r"no collection 'wbe'; it has 'web', 'news'"):
         expand_inputs([sqlite_database.address("wbe")])
-    with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); name one of them"):
+    with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); select one"):
         check_inputs([sqlite_database.base], ["text"])
     with sqlite3.connect(sqlite_database.path, isolation_level=None) as writer:
         writer.execute("BEGIN EXCLUSIVE")
-        monkeypatch.setattr(sqlite_store.SqliteCollections.__init__, "__defaults__", (0.05,))
+        monkeypatch.setattr(sqlite_store, "BUSY_SECONDS", 0.05)
         with pytest.raises(StorageError, match=r"store\.db is locked by a process that writes it"):
             check_inputs([sqlite_database.address("web")], ["text"])
         writer.execute("ROLLBACK")
@@ -299,7 +299,7 @@ def test_gaps_are_reported_before_preprocessing_and_rejected_before_training(
         database.executemany("INSERT INTO web VALUES (?, ?)", [(idx, f"text {idx}") for idx in (0, 1, 4)])
     address = f"sqlite:///{tmp_path}/s.db?table=web"
     check_inputs([address], ("text",))
-    assert "2 of the 5 documents that meta_info counts are missing (holes in idx)" in capsys.readouterr().err
+    assert "2 of the 5 documents that meta_info counts are missing (gaps in idx)" in capsys.readouterr().err
     with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(gaps in idx\)"):
         open_store(address)
 

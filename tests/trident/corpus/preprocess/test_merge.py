@@ -177,9 +177,7 @@ def test_lost_and_changed_bytes_are_detected(
     before = names(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(merge_module, "_copy_bytes", lambda source, target, size, offset: size)
-        with pytest.raises(
-            DataError, match=r"bytes at offset 0 of the merged file differ from offset 0 of .*part0\.bin"
-        ):
+        with pytest.raises(DataError, match=r"bytes at offset 0 .*differ from offset 0 of .*part0\.bin"):
             merge(parts[0], str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(merge_module, "_copy_bytes", lambda source, target, size, offset: size - 2)

@@ -1,4 +1,4 @@
-"""What the scores of choices say: credits, ties, mistakes."""
+"""Metrics of choices: credits, ties, mistakes."""
 
 from __future__ import annotations
 

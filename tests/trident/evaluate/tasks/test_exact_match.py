@@ -61,7 +61,7 @@ def test_an_answer_ends_at_the_first_stop_text() -> None:
     assert before_stops("abc", ()) == before_stops("abc", ("\n",)) == "abc"
 
 
-def test_figures_mistakes_and_what_is_asked(tmp_path: Path) -> None:
+def test_figures_mistakes_and_prompts(tmp_path: Path) -> None:
     complete, asked = answering(" FOUR!\nNext", " azure", " deep")
     task = ExactMatch(data=write(tmp_path, *ROWS), template="Q: {prompt}\nA:", max_new_tokens=7, folder=tmp_path)
     result = task.run(FakeScorer(), BYTES, None, TaskOptions(complete=complete))

@@ -1,4 +1,4 @@
-"""Multiple choice: what is asked, the three metrics, and the baselines."""
+"""Multiple choice: queries, the three metrics, and the baselines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(tokens: tuple[int, ...]) -> float:
     return -1.0
 
 
-def test_the_questions_that_are_asked(tmp_path: Path) -> None:
+def test_queries(tmp_path: Path) -> None:
     scorer = FakeScorer(max_length=99)
     write(tmp_path, {"question": "Fire?", "choices": ["hot", "cold"], "answer": "A"}, name="shown.jsonl")
     task = MultipleChoice(

@@ -1,4 +1,4 @@
-"""How a task is run: agreement on files, progress, results."""
+"""Running a task: agreement on files, progress, results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading task descriptions: what they may say, and what is said about bad ones."""
+"""Reading tasks files, and the errors of invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index of the signatures of all kept documents, in which a block of new ones is looked up at once.
+"""An index of the signatures of all kept documents, which looks up a block of new ones at once.
 
 Memory per kept document, with p permutations and b bands: 2 p bytes for the signature, 4 b for the links between
 documents that share a band, 16 b to 32 b for the table of bands, 8 for its number: with 128 permutations and the
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trident.corpus.cleaning.documents.words import Hashes
 from trident.corpus.cleaning.near_duplicates.key_table import KeyTable
 
-# Newest documents of a band that a new one is compared with; bounds the time where a template makes thousands share it.
+# Newest documents of a band to compare with; bounds the time if a template makes thousands share a band.
 _MOST_COMPARED = 64
 _GROWTH = 1.25
 _FIRST_ROWS = 1024
@@ -26,11 +26,11 @@ Signatures = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class _Batch:
-    """Documents of one block that are to be looked up, with what is known about their bands.
+    """The documents of one block to look up.
 
     Args:
-        heads: 1 + the row of the newest kept document with the same band, 0 if there is none.
-        shared: whether another document of the block has the same band.
+        heads: 1 + the row of the newest kept document with the same band, 0 if none.
+        shared: another document of the block has the same band.
     """
 
     signatures: Signatures
@@ -40,7 +40,7 @@ class _Batch:
 
 
 class NearIndex:
-    """The kept documents; a new one is dropped if its similarity to one of them reaches the threshold.
+    """The kept documents; a new one is a duplicate if its similarity to one of them reaches the threshold.
 
     Args:
         threshold: minimum estimated Jaccard similarity, from 0 to 1.
@@ -77,17 +77,17 @@ class NearIndex:
         new = _Batch(signatures, keys, heads.reshape(keys.shape), shared)
         has_words = keys.any(axis=1)
         local: dict[int, list[int]] = {}
-        twins: list[tuple[int, float] | None] = [None] * len(keys)
+        duplicates: list[tuple[int, float] | None] = [None] * len(keys)
         for index in np.flatnonzero(has_words & (new.heads.any(axis=1) | shared.any(axis=1))).tolist():
-            twins[index] = self._most_like(new, index, local, numbers)
-            if twins[index] is None:
+            duplicates[index] = self._most_similar(new, index, local, numbers)
+            if duplicates[index] is None:
                 for key in keys[index, shared[index]].tolist():
                     local.setdefault(key, []).append(index)
-        stays = has_words & np.array([entry is None for entry in twins], np.bool_)
+        stays = has_words & np.array([entry is None for entry in duplicates], np.bool_)
         self._remember(new, np.flatnonzero(stays), numbers)
-        return twins
+        return duplicates
 
-    def _most_like(
+    def _most_similar(
         self, new: _Batch, index: int, local: dict[int, list[int]], numbers: npt.NDArray[np.int64]
     ) -> tuple[int, float] | None:
         signature = new.signatures[index]
@@ -108,7 +108,7 @@ class NearIndex:
         return (int(known[similar == best].min()), best) if best >= self._threshold else None
 
     def _rows_below(self, heads: npt.NDArray[np.uint32], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows that share a band, the newest of each band and a number of rows before it."""
+        """Returns rows that share a band: the newest of each band and up to `steps` older ones."""
         bands = np.flatnonzero((heads > 0) & (steps > 0))
         rows = heads[bands].astype(np.int64) - 1
         parts = []
