@@ -1,4 +1,4 @@
-"""The division of samples over a ring of four ranks: the blocks of tokens of each rank, and the attention it computes."""
+"""A ring of four ranks that shares samples: the blocks of tokens of each rank, and the attention it computes."""
 
 from __future__ import annotations
 
