@@ -266,8 +266,10 @@ def _reader(number: int, holders: list[int], nodes: Nodes) -> tuple[int, int]:
 
 def _copy_good(copy: CopyInProgress | None, numbers: list[int]) -> list[int]:
     """Copies files; returns the numbers of those that are damaged on this node."""
-    damaged = []
-    for number in numbers if copy is not None else ():
+    damaged: list[int] = []
+    if copy is None:
+        return damaged
+    for number in numbers:
         try:
             copy.copy_files([number])
         except DamagedError as damage:

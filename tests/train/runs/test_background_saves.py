@@ -258,7 +258,7 @@ def test_a_state_that_does_not_fit_into_memory_is_refused_or_saved_at_once(corpu
     ((code, text, _),) = run_ranks(with_little_memory, 1, corpus.flags("--async-save", folder=tmp_path))
     assert code == ConfigError.exit_code
     assert text.startswith("--async-save: a copy of the state of the 1 rank(s) on ")
-    assert "bytes of host memory, but only 5000 bytes are available. Give --no-async-save" in text
+    assert "bytes of host memory, but only 5000 bytes are available. Use --no-async-save" in text
     ((code, text, said),) = run_ranks(with_little_memory, 1, corpus.flags(folder=tmp_path))
     assert (code, text) == (0, "")
     assert said.count("saves will be synchronous, as with --no-async-save.") == 1

@@ -216,7 +216,7 @@ def test_saving_over_another_run_is_rejected(corpus: TinyCorpus, tmp_path: Path,
 def test_missing_checkpoint_can_be_an_error(corpus: TinyCorpus, tmp_path: Path) -> None:
     code, text = train(corpus.flags("--exit-on-missing-checkpoint", folder=tmp_path))
     assert code == ExitCode.STORAGE
-    assert "holds no checkpoint" in text
+    assert "has no checkpoint" in text
 
 
 def test_exploding_loss_ends_the_run_unsaved(corpus: TinyCorpus, tmp_path: Path) -> None:
