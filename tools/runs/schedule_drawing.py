@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from megatron.parallel.schedule.actions import Kind, Schedule
-from megatron.parallel.schedule.simulation import Span, simulate
+from megatron.parallel.schedule.simulation import TimedComputation, simulate
 
 _COLORS = {
     Kind.FORWARD: "#56b4e9",
@@ -35,7 +35,7 @@ _TERMINAL_COLORS = {
 }  # of 256 colors
 
 
-def spans_of(schedule: Schedule) -> list[Span]:
+def spans_of(schedule: Schedule) -> list[TimedComputation]:
     """When each computation of a schedule runs, in units of a forward pass."""
     return simulate(schedule.orders, schedule.placement)
 
@@ -73,7 +73,7 @@ def svg(schedule: Schedule) -> str:
     )
 
 
-def _box(schedule: Schedule, span: Span) -> str:
+def _box(schedule: Schedule, span: TimedComputation) -> str:
     """A computation; the later its chunk is on its rank, the paler."""
     x, y, width = _LEFT + span.start * _UNIT, _TOP + span.rank * _ROW, (span.end - span.start) * _UNIT
     place = schedule.placement.chunks_of(span.rank).index(span.chunk)
@@ -90,7 +90,7 @@ def _opacity(place: int, chunks: int) -> float:
     return round(1 - 0.65 * place / max(1, chunks - 1), 3)
 
 
-def _legend(schedule: Schedule, spans: Sequence[Span], y: int) -> Iterator[str]:
+def _legend(schedule: Schedule, spans: Sequence[TimedComputation], y: int) -> Iterator[str]:
     used = {span.kind for span in spans}
     x = _LEFT
     for kind in (kind for kind in Kind if kind in used):
