@@ -1,7 +1,6 @@
-"""Draws schedules: time to the right, a row for each pipeline rank; as SVG and as lines of text.
+"""Draws pipeline schedules, with a row for each rank, as SVG and as lines of text.
 
-The colors are distinct for all kinds of color vision, and every box has its micro-batch and, where there is room, its
-kind as text.
+The colors are distinct for all kinds of color vision. Every box is labelled with its micro-batch.
 
 Source: the colors are from Okabe and Ito, "Color Universal Design" (2008).
 """
@@ -36,7 +35,7 @@ _TERMINAL_COLORS = {
 
 
 def spans_of(schedule: Schedule) -> list[Span]:
-    """When each computation of a schedule runs, in units of a forward pass."""
+    """The time span of each computation of a schedule, in units of a forward pass."""
     return simulate(schedule.orders, schedule.placement)
 
 
@@ -49,7 +48,7 @@ def title_of(schedule: Schedule) -> str:
 
 
 def svg(schedule: Schedule) -> str:
-    """The schedule as an SVG document, which follows the color scheme of whoever looks at it."""
+    """The schedule as an SVG document, with support for dark mode."""
     spans = spans_of(schedule)
     height = _TOP + schedule.ranks * _ROW + 44
     width = _LEFT + round(max(span.end for span in spans) * _UNIT) + 16
@@ -74,20 +73,20 @@ def svg(schedule: Schedule) -> str:
 
 
 def _box(schedule: Schedule, span: Span) -> str:
-    """A computation; the later its chunk is on its rank, the paler."""
+    """The box of a computation; later chunks of a rank are paler."""
     x, y, width = _LEFT + span.start * _UNIT, _TOP + span.rank * _ROW, (span.end - span.start) * _UNIT
-    place = schedule.placement.chunks_of(span.rank).index(span.chunk)
+    chunk_index = schedule.placement.chunks_of(span.rank).index(span.chunk)
     box = f'x="{x:g}" y="{y}" width="{width:g}" height="{_ROW - 4}"'
     return (
         f"<g><title>{_NAMES[span.kind]} of chunk {span.chunk}, micro-batch {span.micro_batch}</title>"
         f'<rect fill="#ffffff" {box}/><rect class="box" fill="{_COLORS[span.kind]}" '
-        f'fill-opacity="{_opacity(place, schedule.chunks_per_rank):g}" {box}/>'
+        f'fill-opacity="{_opacity(chunk_index, schedule.chunks_per_rank):g}" {box}/>'
         f'<text class="label" x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{span.micro_batch}</text></g>'
     )
 
 
-def _opacity(place: int, chunks: int) -> float:
-    return round(1 - 0.65 * place / max(1, chunks - 1), 3)
+def _opacity(chunk_index: int, chunks: int) -> float:
+    return round(1 - 0.65 * chunk_index / max(1, chunks - 1), 3)
 
 
 def _legend(schedule: Schedule, spans: Sequence[Span], y: int) -> Iterator[str]:
@@ -102,11 +101,11 @@ def _legend(schedule: Schedule, spans: Sequence[Span], y: int) -> Iterator[str]:
 
 
 def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> list[str]:
-    """The schedule in lines of a terminal, a unit of time in three columns, or in one where there is no room.
+    """The schedule as lines of text, with several columns per unit of time, or one if the terminal is narrow.
 
     Args:
-        width: columns of the terminal; a longer schedule is cut off.
-        in_color: whether the boxes get colors (escape codes).
+        width: columns of the terminal; a longer schedule is truncated.
+        in_color: True for colored boxes (escape codes).
     """
     spans = spans_of(schedule)
     label = len(f"rank {schedule.ranks - 1} ")
@@ -118,8 +117,8 @@ def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> lis
     for rank in range(schedule.ranks):
         cells = ["." + " " * (unit - 1)] * length
         for span in (span for span in spans if span.rank == rank):
-            place = schedule.placement.chunks_of(rank).index(span.chunk)
-            letter = span.kind.value if place % 2 == 0 else span.kind.value.lower()
+            chunk_index = schedule.placement.chunks_of(rank).index(span.chunk)
+            letter = span.kind.value if chunk_index % 2 == 0 else span.kind.value.lower()
             text = f"{letter}{span.micro_batch}" if unit > 1 else letter
             count = round(span.end - span.start)
             filled = text.ljust(unit * count - (unit > 1), "-" if unit > 1 else letter) + " " * (unit > 1)
@@ -128,7 +127,7 @@ def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> lis
                 cells[round(span.start) + index] = _colored(part, span.kind) if in_color else part
         lines.append(f"rank {rank}".ljust(label) + "".join(cells[:shown]).rstrip())
     names = ", ".join(f"{kind.value} {_NAMES[kind]}" for kind in Kind if kind in {span.kind for span in spans})
-    lower = "; small letters: a rank's second chunk, and every other" if schedule.chunks_per_rank > 1 else ""
+    lower = "; lower case: every second chunk of a rank" if schedule.chunks_per_rank > 1 else ""
     lines.append(f"{names}, . idle{lower}")
     if shown < length:
         lines.append(f"The terminal shows {shown} of {length} units of time; --draw FILE.svg draws all of them.")
