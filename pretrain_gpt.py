@@ -21,7 +21,7 @@ def main(
     argv: Sequence[str] | None = None,
     program: Program = NO_PROGRAM,
 ) -> int:
-    """Begins this rank, then `train`: for programs whose command line is the trainer's."""
+    """Calls `begin_rank`, then `train`."""
     begin_rank()
     return train(sys.argv[1:] if argv is None else argv, program)
 
@@ -30,8 +30,8 @@ def train(argv: Sequence[str], program: Program = NO_PROGRAM) -> int:
     """Parses the flags, builds the run, trains it, and returns the exit code of `megatron.errors.ExitCode`.
 
     Args:
-        argv: the trainer's command line, of a process that `begin_rank` has prepared.
-        program: what a program decides, prefers and names.
+        argv: the trainer's command line; `begin_rank` must have been called.
+        program: fixed settings, defaults and names of the calling program.
     """
     reading = read_flags(argv, program=program)
     if reading.unchecked().planning.plan_only:

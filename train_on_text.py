@@ -1,10 +1,10 @@
-"""Trains a network on your own text: text, tokens and training in one line.
+"""Trains a network on your own text: tokenizer, token files and training in one command.
 
     python train_on_text.py my_text.txt
     torchrun --nproc-per-node 4 train_on_text.py my_text.jsonl --tensor-model-parallel-size 2 --train-iters 1000
 
-All flags of `pretrain_gpt.py` may follow. Next to the text a folder appears (my_text-training) with the tokenizer, the
-token files, the checkpoints and the metrics. Existing files are reused: the same command continues where it stopped.
+All flags of `pretrain_gpt.py` may follow. Tokenizer, token files, checkpoints and metrics are written to a folder next
+to the text (my_text-training). Existing files are reused: the same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from megatron.config.program_flags import ProgramFlags, arguments_of, read_progr
 from megatron.parallel.rank_start import begin_rank
 
 VOCAB_SIZE = 8192
-BYTES_PER_ENTRY = 512  # of text for each entry of a learnt vocabulary: 2 MB give 4,096
+BYTES_PER_ENTRY = 512  # text for each entry of a trained vocabulary: 2 MB give 4,096
 
 
 @dataclass(frozen=True)
 class OwnTextFlags(ProgramFlags):
-    """Flags of this program: a text, and how to train on it."""
+    """Flags of this program."""
 
     text: str = flag(
         help="a text file, jsonl or Parquet with a column text, or a folder or quoted pattern of these; its name may "
@@ -70,14 +70,14 @@ class OwnTextFlags(ProgramFlags):
 
     @property
     def folder(self) -> Path:
-        """Where everything is written."""
+        """The output folder."""
         if self.output_folder is not None:
             return Path(self.output_folder)
         text = Path(os.path.normpath(self.text))
         return text.with_name(f"{text.name.partition('.')[0] or text.name}-training")
 
     def trainer_arguments(self) -> list[str]:
-        """The trainer's command line that is equivalent to these flags, without the network."""
+        """The trainer's command line for these flags, without the network."""
         return arguments_of(
             {
                 "--data-path": self.folder / "train_text_document",
@@ -88,7 +88,7 @@ class OwnTextFlags(ProgramFlags):
 
     @property
     def program(self) -> Program:
-        """What this program prefers: the same command continues where it stopped."""
+        """The program's defaults, with which the same command continues an interrupted run."""
         checkpoints = str(self.folder / "checkpoints")
         defaults = {
             "saving.save": checkpoints,
@@ -103,26 +103,26 @@ class OwnTextFlags(ProgramFlags):
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
-    words = sys.argv[1:] if argv is None else argv
-    own, rest = read_program(OwnTextFlags, words, "train_on_text.py", __doc__ or "", positional="--text")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags, rest = read_program(OwnTextFlags, arguments, "train_on_text.py", __doc__ or "", positional="--text")
     from megatron.train.preflight.checks import checked_request
 
-    words = ["--model-preset", own.model_preset or _preset_of_this_machine(), *own.trainer_arguments(), *rest]
-    checked_request(read_flags(words, program=own.program), has_data=False)  # before minutes of tokenizing
+    arguments = ["--model-preset", flags.model_preset or _preset_of_this_machine(), *flags.trainer_arguments(), *rest]
+    checked_request(read_flags(arguments, program=flags.program), has_data=False)  # before minutes of tokenizing
     with log.show_activity_when_quiet():
-        return _prepare_and_train(own, words)
+        return _prepare_and_train(flags, arguments)
 
 
-def _prepare_and_train(own: OwnTextFlags, words: Sequence[str]) -> int:
+def _prepare_and_train(flags: OwnTextFlags, arguments: Sequence[str]) -> int:
     from trident.corpus.training_text import TextRecipe, prepare_text
 
-    recipe = TextRecipe("--text", "--output-folder", entries=own.vocab_size, bytes_per_entry=BYTES_PER_ENTRY)
-    prepare_text(own.text, own.tokenizer, own.folder, recipe)
-    code = pretrain_gpt.train(words, own.program)
+    recipe = TextRecipe("--text", "--output-folder", entries=flags.vocab_size, bytes_per_entry=BYTES_PER_ENTRY)
+    prepare_text(flags.text, flags.tokenizer, flags.folder, recipe)
+    code = pretrain_gpt.train(arguments, flags.program)
     if code == 0:
-        load = f"--load {own.folder}/checkpoints"
-        log.info(f"To read what it writes: echo 'Once' | python tools/generate_samples_gpt.py {load}")
-        log.info(f"To talk to it in a browser: python tools/serve.py {load}")
+        load = f"--load {flags.folder}/checkpoints"
+        log.info(f"Generate text: echo 'Once' | python tools/generate_samples_gpt.py {load}")
+        log.info(f"Chat in a browser: python tools/serve.py {load}")
     return code
 
 

@@ -1,4 +1,4 @@
-"""How long saving holds up training, and how long it takes: at once, in the background, and by torch's own checkpoints.
+"""Stall and total time of saves: synchronous, in the background, and with torch's distributed checkpoints.
 
     python benchmarks/checkpoint.py
 
@@ -106,7 +106,7 @@ def in_turns(run: Run, callbacks: CallbackList, folder: Path, rounds: int) -> tu
 def saving_ways(
     run: Run, callbacks: CallbackList, folder: Path
 ) -> dict[str, Callable[[], tuple[float, float, list[float]]]]:
-    """The ways of saving; each gives the seconds of stall and in all, and those of the steps beside it."""
+    """The ways of saving; each returns the seconds of the stall, of the save, and of the steps during it."""
     import torch.distributed.checkpoint as theirs
 
     from megatron.engine.state import owned_pieces

@@ -86,7 +86,7 @@ def measure(start: str, path: str, flags: ExamplesFlags, files: Sequence[str]) -
     )
     opened = time.perf_counter() - began_at
     if datasets.train is None:
-        raise SystemExit("there are no rows")
+        raise SystemExit("no rows")
     began_at = time.perf_counter()
     for number in range(flags.rows):
         datasets.train.read(number)

@@ -1,4 +1,4 @@
-"""How long the dashboard takes to show many long runs, and how smoothly it follows the pointer, in headless Chromium.
+"""Time of the dashboard to show many long runs, and its response to the pointer, in headless Chromium.
 
     python benchmarks/dashboard.py --runs 100 --steps 100000
 
@@ -204,14 +204,14 @@ def open_browser(profile: Path) -> Iterator[Any]:
 
 
 def runs_at(address: str) -> list[dict[str, Any]]:
-    """What the server says of its runs."""
+    """The server's list of runs."""
     with urllib.request.urlopen(f"{address}/api/runs", timeout=60) as answer:
         found: list[dict[str, Any]] = json.load(answer)["runs"]
     return found
 
 
 def wait(reached: Any, pause_seconds: float = 0.05) -> None:
-    """Waits until something is so; asks again after each pause.
+    """Waits until a condition holds, checking it after each pause.
 
     Raises:
         TimeoutError: it never was.

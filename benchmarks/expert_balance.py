@@ -1,4 +1,4 @@
-"""How evenly the experts of a small network are used after 500 steps with each way of balancing them.
+"""Load of the experts of a small network after 500 steps, for each balancing method.
 
     python benchmarks/expert_balance.py
 

@@ -1,4 +1,4 @@
-"""Time of a layer whose experts are divided over ranks, beside copies on every rank, one process and transformers.
+"""Time of a layer whose experts are split over ranks, compared with replicated experts, one process and transformers.
 
     torchrun --nproc-per-node 2 benchmarks/experts_over_ranks.py
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def even_bytes(flags: OverRanksFlags, ranks: int) -> int:
-    """What a rank sends in a forward and a backward pass under an even load.
+    """The bytes that a rank sends in a forward and a backward pass under an even load.
 
     Each row of `hidden_size` values travels there and back, and its gradient too; one in `ranks` stays.
     """
@@ -98,7 +98,7 @@ def even_bytes(flags: OverRanksFlags, ranks: int) -> int:
 
 
 def sent_bytes(run: Run, rank: int) -> int:
-    """What this rank sends to others in one run."""
+    """The bytes that this rank sends to others in one run."""
     total, plain = 0, exchange.dist.all_to_all_single
 
     def counted(received, sent, received_splits=None, sent_splits=None, **options):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Losses of training with products of 8 bits, emulated, beside those in bfloat16 and float32, on the demo corpus.
+"""Losses of training with emulated FP8 products, compared with bfloat16 and float32, on the demo corpus.
 
     python benchmarks/fp8_curve.py
 
@@ -42,7 +42,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 class CurveFlags(ConfigSection):
     """Flags of this program."""
 
-    runs: tuple[str, ...] = flag(tuple(RUNS), f"what is trained beside {REFERENCE}", nargs="+", choices=tuple(RUNS))
+    runs: tuple[str, ...] = flag(tuple(RUNS), f"runs besides {REFERENCE}", nargs="+", choices=tuple(RUNS))
     steps: int = flag(200, "steps of a run", at_least=2)
     num_layers: int = flag(4, "transformer blocks", at_least=3)
     hidden_size: int = flag(64, "width of the network, a multiple of 64", at_least=64)

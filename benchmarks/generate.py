@@ -9,7 +9,7 @@ On a busy machine the ratio of processor times says more than that of seconds.
 
 The requests are one prompt alone, eight prompts of the same length, and eight prompts of different lengths, with
 as many new tokens each and with different numbers of new tokens. For several requests `transformers`
-gets one batch, padded on the left, which runs until its longest text is finished. Only the tokens asked for count.
+gets one batch, padded on the left, which runs until its longest text is finished. Only the requested tokens count.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one side did for some work.
+    """The results of one side.
 
     Attributes:
         processor_seconds: what all threads of this process took.
@@ -174,8 +174,8 @@ def work_of(new_tokens: int, vocab_size: int) -> list[Work]:
 def measure(network: str, loaded: LoadedModel, reference: PreTrainedModel, work: Work, flags: GenerateFlags) -> None:
     """Alternates both sides on some work and prints the figures."""
     sides: dict[str, Callable[[Work], Outcome]] = {
-        "ours": lambda asked: run_ours(loaded, asked),
-        "transformers": lambda asked: run_transformers(reference, asked),
+        "ours": lambda work: run_ours(loaded, work),
+        "transformers": lambda work: run_transformers(reference, work),
     }
     outcomes: dict[str, list[Outcome]] = {name: [] for name in sides}
     agreeing = [run(work).texts for run in sides.values()]

@@ -1,4 +1,4 @@
-"""What a step costs the host: operations and processor time of a network so small that nothing else counts.
+"""Host cost of a step: operations and processor time of a network so small that nothing else counts.
 
     python benchmarks/host_cost.py
 
@@ -56,7 +56,7 @@ class HostFlags(ConfigSection):
 
 
 class Case(NamedTuple):
-    """What is measured at a time."""
+    """The configurations measured together."""
 
     width: int
     dtype: str

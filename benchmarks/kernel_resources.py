@@ -1,4 +1,4 @@
-"""What nvcc says of every CUDA kernel in csrc/ops: registers, spills, shared memory. Needs nvcc, but no GPU.
+"""nvcc's resource report for every CUDA kernel in csrc/ops: registers, spills, shared memory. Needs nvcc, but no GPU.
 
     python benchmarks/kernel_resources.py --architectures 80,90
 

@@ -1,4 +1,4 @@
-"""Times of the compiled operations beside the same operations made of torch's, on the CPU, in turns in one process.
+"""Times of the compiled operations and of their torch equivalents on the CPU, in turns in one process.
 
     python tools/build_kernels.py && python benchmarks/kernels_cpu.py
 
@@ -51,7 +51,7 @@ class KernelFlags(ConfigSection):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one case: how many times faster than torch, over the rounds."""
+    """The measurements of one case: speed relative to torch, over the rounds."""
 
     operation: str
     label: str

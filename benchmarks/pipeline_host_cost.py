@@ -1,4 +1,4 @@
-"""What a pipeline costs the host: the executor of this project beside DeepSpeed's pipeline engine.
+"""Host cost of a pipeline: this project's executor compared with DeepSpeed's pipeline engine.
 
     torchrun --nproc-per-node 2 benchmarks/pipeline_host_cost.py
 
@@ -110,7 +110,7 @@ def batches_of(micro_batches: int) -> list[Batch]:
 
 
 def works(batches: Sequence[Batch]) -> dict[str, Callable[[Engine], object]]:
-    """What is measured, by its figure."""
+    """The measurements, by figure."""
     return {
         "step": lambda engine: engine.train_batch(batches, 1e-4),
         "evaluation": lambda engine: engine.evaluate(batches),

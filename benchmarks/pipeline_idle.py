@@ -1,4 +1,4 @@
-"""How long are the ranks of a pipeline idle, next to what the schedule's simulation says?
+"""Idle time of the ranks of a pipeline, compared with the schedule's simulation.
 
     python benchmarks/pipeline_idle.py
 
@@ -111,7 +111,7 @@ def measure(rank: int, flags: IdleFlags, port: int) -> None:
         chunks, _ = SCHEDULE_CHUNKS[name]
         steps, peak = run(axis, flags, name, chunks)
         schedule = build_schedule(name, flags.ranks, chunks, flags.micro_batches)
-        asked = 3 * flags.milliseconds / 1e3 * flags.micro_batches
+        requested = 3 * flags.milliseconds / 1e3 * flags.micro_batches
         seconds = torch.tensor([step for step, _ in steps], dtype=torch.float64)
         slept = torch.tensor([busy for _, busy in steps], dtype=torch.float64)
         above = torch.tensor(max(0, peak - schedule.peak_alive[rank]))
@@ -123,7 +123,7 @@ def measure(rank: int, flags: IdleFlags, port: int) -> None:
             more = {"simulated": round(100 * schedule.bubble_ratio, 1), "chunks": chunks}
             spread = float(idle.min()), float(idle.max())
             print_figure("pipeline_idle", name, float(idle.min()), "% idle", spread=spread, **more)
-            longer = 100 * (float(slept.mean()) / flags.ranks / asked - 1)
+            longer = 100 * (float(slept.mean()) / flags.ranks / requested - 1)
             print_figure("pipeline_idle", f"{name}_slept_longer", longer, "%")
             print_figure("pipeline_idle", f"{name}_held_above_simulation", float(above), "activations")
     dist.destroy_process_group()
@@ -144,10 +144,10 @@ def run(axis: Axis, flags: IdleFlags, name: str, chunks_per_rank: int) -> tuple[
     losses: Any = SimpleNamespace(
         settings=settings,
         seed=lambda: torch.ones(()),
-        companion=None,
+        auxiliary_network=None,
         context_of=lambda each: each.context(settings, 1.0),
-        take_auxiliary=lambda auxiliary: None,
-        of=lambda outputs, targets, given: outputs.sum(),
+        add_auxiliary=lambda auxiliary: None,
+        loss=lambda outputs, targets, extra_targets: outputs.sum(),
     )
     layers = [layer for layer in runner.stack.modules() if isinstance(layer, SleepingLayer)]
     steps = []

@@ -16,7 +16,7 @@ Weights = dict[str, jax.Array]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is fixed when the step is compiled."""
+    """The constants of a compiled step."""
 
     layers: int
     heads: int

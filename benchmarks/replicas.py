@@ -1,4 +1,4 @@
-"""What the guards of the numbers cost beside a training step: comparing copies, and deciding on each update.
+"""Cost of the numerical guards relative to a training step: comparing replicas, and deciding on each update.
 
     torchrun --nproc-per-node 2 benchmarks/replicas.py --zero-stage 0
 

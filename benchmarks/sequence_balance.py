@@ -1,4 +1,4 @@
-"""How evenly the ranks of a ring share the attention of real samples with several documents.
+"""Balance of attention over the ranks of a ring, for real samples with several documents.
 
     python benchmarks/sequence_balance.py --data-path data/demo_text_document \\
         --vocab-file data/demo-vocab.json --merge-file data/demo-merges.txt

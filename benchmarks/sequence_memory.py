@@ -1,4 +1,4 @@
-"""What transformer blocks keep for their backward pass, and the peak of it, where ranks share the tokens of a sample.
+"""Memory that transformer blocks keep for backward, and its peak, with samples split over ranks.
 
     MALLOC_MMAP_THRESHOLD_=65536 torchrun --nproc-per-node 2 benchmarks/sequence_memory.py --seq-length 16384
     MALLOC_MMAP_THRESHOLD_=65536 torchrun --nproc-per-node 2 benchmarks/sequence_memory.py --form p2p \\
@@ -79,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parse_flags(MemoryFlags, words, prog="sequence_memory.py", description=__doc__ or "")
     torch.set_num_threads(1)
     ranks, shares = count_ranks(ParallelRequest()), flags.form == "sequence-parallel"
-    asked = {"tensor_model_parallel_size": ranks}
+    layout = {"tensor_model_parallel_size": ranks}
     if not shares:
-        asked = {"context_parallel_size": ranks, "cp_comm_type": flags.form}
-    plain = open_mesh(ParallelRequest(**asked))
+        layout = {"context_parallel_size": ranks, "cp_comm_type": flags.form}
+    plain = open_mesh(ParallelRequest(**layout))
     forms = {"tensor-parallel": False, flags.form: True} if shares else {flags.form: False}
     for layers, recompute, form in itertools.product(flags.layers, map(Recompute, flags.recompute), forms):
         mesh = dataclasses.replace(plain, splits_sequence=forms[form])

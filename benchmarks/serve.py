@@ -1,4 +1,4 @@
-"""Tokens per second through the server beside the engine called directly, with the same requests, in turns.
+"""Tokens per second through the server and through the engine called directly, for the same requests, in turns.
 
     python benchmarks/serve.py
 
@@ -69,7 +69,7 @@ class ServeFlags(ConfigSection):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What some requests came to.
+    """The results of some requests.
 
     Args:
         first_seconds: to the first token, of each request.
@@ -141,14 +141,14 @@ def measure(loaded: LoadedModel, address: str, clients: int, flags: ServeFlags) 
 
 
 def ask_engine(loaded: LoadedModel, clients: int, flags: ServeFlags) -> Outcome:
-    """The requests of all clients, of which each has one in the engine."""
+    """Runs the requests of all clients, with one per client in the engine."""
     engine = GenerationEngine(loaded, max_sequences=_MAX_CLIENTS)
     turns = {client: iter(prompts_of(client, flags)) for client in range(clients)}
     asked_at: dict[str, float] = {}
     first_at: dict[str, float] = {}
     first, further, tokens = [], [], 0
 
-    def ask(client: int) -> None:
+    def submit(client: int) -> None:
         for number, prompt in turns[client]:
             name = f"{client}/{number}"
             asked_at[name] = time.perf_counter()
@@ -157,7 +157,7 @@ def ask_engine(loaded: LoadedModel, clients: int, flags: ServeFlags) -> Outcome:
 
     started_at = time.perf_counter()
     for client in range(clients):
-        ask(client)
+        submit(client)
     while not engine.is_idle:
         found = engine.step()
         now = time.perf_counter()
@@ -167,7 +167,7 @@ def ask_engine(loaded: LoadedModel, clients: int, flags: ServeFlags) -> Outcome:
             if token.finish is not None:
                 first.append(first_at[name] - asked_at[name])
                 further.append((now - first_at[name]) / (flags.new_tokens - 1))
-                ask(int(name.partition("/")[0]))
+                submit(int(name.partition("/")[0]))
     return Outcome(tokens, time.perf_counter() - started_at, first, further)
 
 

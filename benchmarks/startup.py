@@ -29,7 +29,7 @@ from megatron.config.sections.reporting import MEGATRON_STYLE
 
 ROOT = Path(__file__).resolve().parent.parent
 FIRST_ITERATION = " iteration        1/"
-# Runs a program, and says at its end how many files it opened for modules.
+# Runs a program, and prints at its end the number of module files that it opened.
 COUNTING = """
 import runpy, sys
 opened = set()
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def files_opened(command: Sequence[object]) -> int:
-    """How many files of modules a program opens until its end.
+    """The number of module files that a program opens.
 
     Raises:
         RuntimeError: it failed.

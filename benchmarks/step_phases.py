@@ -55,7 +55,7 @@ class StepPhases:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """What comes after autograd's work is no longer "backward", but "after_backward"."""
+        """Switches from "backward" to "after_backward" once autograd is done."""
         run = torch.autograd.backward
 
         def followed(*arguments: Any, **options: Any) -> Any:
@@ -86,11 +86,11 @@ class OperationCounter(TorchDispatchMode):
         self._phases = phases
 
     def of_phase(self, phase: str) -> int:
-        """How many operations ran in a phase."""
+        """The number of operations in a phase."""
         return sum(count for (ran_in, _), count in self.operations.items() if ran_in == phase)
 
     def waits_of_phase(self, phase: str) -> dict[str, int]:
-        """How often the host would have waited in a phase, by operation and place."""
+        """The number of host synchronizations in a phase, by operation and location."""
         return {f"{name} at {place}": count for (when, name, place), count in self.waits.items() if when == phase}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,7 +139,7 @@ class OperationCounter(TorchDispatchMode):
 
 
 def _is_blocking_copy(name: str, arguments: Any, options: Mapping[str, Any]) -> bool:
-    """Whether an operation copies between devices and waits for the end."""
+    """True if an operation is a blocking copy between devices."""
     if name == "copy_":
         return arguments[0].device != arguments[1].device and not (arguments[2:] and arguments[2])
     moves = options.get("device") not in (None, getattr(arguments[0], "device", None)) if arguments else False
@@ -147,7 +147,7 @@ def _is_blocking_copy(name: str, arguments: Any, options: Mapping[str, Any]) -> 
 
 
 def _is_in_hook() -> bool:
-    """Whether autograd has called an engine, not a layer, and that has called what runs now."""
+    """True if the present call comes from an engine's hook in autograd, not from a layer."""
     frame, is_in_engine = sys._getframe(2), False
     while frame is not None:
         if frame.f_code.co_name == "_engine_run_backward":

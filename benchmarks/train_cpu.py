@@ -1,4 +1,4 @@
-"""Tokens per processor second of one process, beside the same network in plain PyTorch and in transformers, in turns.
+"""Tokens per processor second of one process, compared with plain PyTorch and transformers, in turns.
 
     python benchmarks/train_cpu.py
 
@@ -118,7 +118,7 @@ def measure(demo: Demo, flags: TrainFlags) -> int:
 
 
 def training_config(demo: Demo, flags: TrainFlags) -> RunRequest:
-    """The model and data of quickstart, with the dropout asked for and without saving."""
+    """The model and data of quickstart, with the requested dropout and without saving."""
     words = [str(word) for word in demo.training_flags("run")]
     for option in ("--save", "--load", "--save-interval"):
         position = words.index(option)

@@ -1,4 +1,4 @@
-"""What it costs that the ranks of a run watch each other, and that the run is watched.
+"""The cost of the hang watch between ranks, and of watching a run.
 
     python benchmarks/watch.py
 
@@ -156,7 +156,7 @@ def record_microseconds(has_bar: bool, count: int = 2000) -> float:
 
 
 def hub_percent(ranks: int, limits: WatchLimits, seconds: float) -> float:
-    """How much of a core the thread of rank 0 takes beside an idle main thread."""
+    """The share of a core that rank 0's thread takes while the main thread is idle."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=ranks)
     listener.setblocking(False)
     ours, theirs = multiprocessing.Pipe()

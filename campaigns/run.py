@@ -65,7 +65,7 @@ CAMPAIGNS: Mapping[str, Entry] = {
 class CampaignFlags(ConfigSection):
     """The campaign to run and the number of its cases."""
 
-    name: str = flag("", "the campaign to run", choices=("", *CAMPAIGNS))
+    name: str | None = flag(None, "the campaign to run", choices=tuple(CAMPAIGNS))
     list: bool = flag(False, "list the campaigns")
     cases: int | None = flag(None, "the number of cases", at_least=1)
     seed: int = flag(1, "the same seed and number give the same case", at_least=0)
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the campaign of the command line; 1 if a case showed a problem."""
     arguments = sys.argv[1:] if arguments is None else arguments
     program = "python -m campaigns.run"
-    flags = parse_flags(CampaignFlags, arguments, program, __doc__ or "", unnamed="--name")
+    flags = parse_flags(CampaignFlags, arguments, program, __doc__ or "", positional="--name")
     if flags.list or not flags.name:
         for name, entry in CAMPAIGNS.items():
             log.line(f"{name:<20} {entry.description}")

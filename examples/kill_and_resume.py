@@ -6,8 +6,8 @@ Trains a small GPT as 2 tensor-parallel x 2 pipeline ranks, kills the launcher (
 resumes the checkpoint in a single process, and compares, step by step, the losses of the resumed run with those that
 the killed run had logged after its last save. It ends with text that the network writes.
 
-On GPUs the network is larger, and the first run has as many ranks as there are GPUs, up to the four; on the CPU, which
-DS_ACCELERATOR=cpu in the environment chooses as well, there are always four.
+On GPUs the network is larger, and the first run has one rank per GPU, at most four; on the CPU, also selected by
+DS_ACCELERATOR=cpu in the environment, it always has four ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megatron.errors import MegatronError, StorageError
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPTS = ("Return the", "This method is", "If the argument is")
-SECONDS_TO_DIE = 10.0
+EXIT_SECONDS = 10.0  # for the ranks of a killed launcher
 # Summing the same numbers in a different order changes the last bits, and training propagates the difference. A GPU's
 # tolerances are wide because its kernels for a whole and a split matrix may differ in more than the order.
 TOLERANCES = {"cpu": ("1e-5", "1e-3"), "cuda": ("1e-2", "1e-1")}
@@ -43,7 +43,7 @@ _LAYOUTS = {1: (1, 1), 2: (2, 1), 4: (2, 2)}
 
 @dataclass(frozen=True)
 class Size:
-    """A network and how it is trained."""
+    """The size of a network and of its training."""
 
     steps: int
     num_layers: int
@@ -53,7 +53,7 @@ class Size:
     lr: float
 
 
-# Two CPU cores finish the first within four minutes, and by then it writes sentences. The text is short and read twice:
+# Two CPU cores train the first within four minutes, long enough for whole sentences. The text is short and read twice:
 # small batches learn more from it.
 SIZES = {"cpu": Size(360, 4, 192, 128, 16, 3e-3), "cuda": Size(600, 8, 512, 256, 64, 1e-3)}
 
@@ -93,7 +93,7 @@ class Demo:
     """The folders and commands of the demonstration.
 
     Args:
-        ranks: how many processes the first run has.
+        ranks: number of processes of the first run.
     """
 
     flags: DemoFlags
@@ -115,7 +115,7 @@ class Demo:
     @property
     def save_step(self) -> int:
         """The step whose checkpoint the run is resumed from."""
-        return self.size.steps // 4  # most steps are left to one process, which is faster on two cores than four are
+        return self.size.steps // 4  # one process trains most steps: on two cores it is faster than four
 
     @property
     def kill_step(self) -> int:
@@ -128,7 +128,7 @@ class Demo:
         return self.run / "checkpoints"
 
     def prepare_data(self) -> None:
-        """Prepares corpus, vocabulary and token files, unless an earlier run left them."""
+        """Prepares corpus, vocabulary and token files, unless an earlier run has."""
         done = self.data / "complete"
         if done.exists():
             say(f"using the data of an earlier run in {self.data}")
@@ -173,7 +173,7 @@ class Demo:
         ]
 
     def start_first_run(self) -> subprocess.Popen[bytes]:
-        """Starts training with TP 2 x PP 2, or as far as the GPUs suffice, under torchrun."""
+        """Starts training with TP 2 x PP 2, or less with fewer GPUs, under torchrun."""
         launcher = [
             *("-m", "torch.distributed.run", "--nproc-per-node", self.ranks, "--master-addr", "127.0.0.1"),
             *("--master-port", free_port(), ROOT / "pretrain_gpt.py"),
@@ -195,9 +195,9 @@ class Demo:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration."""
-    words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(DemoFlags, words, prog="kill_and_resume.py", description=__doc__ or "")
-    device_type, ranks = place()
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(DemoFlags, arguments, prog="kill_and_resume.py", description=__doc__ or "")
+    device_type, ranks = hardware()
     work_dir = Path(flags.work_dir).resolve()
     data, run = work_dir / f"english-{flags.vocab_size}", work_dir / time.strftime("run-%Y%m%d-%H%M%S")
     demo = Demo(flags, data, run, device_type, ranks)
@@ -223,19 +223,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         marks = [f"{demo.save_step}:checkpoint", f"{last_step}:SIGKILL"]
         runs = [demo.run / "killed", demo.run / "resumed"]
         call(tool("runs/plot_run.py", *runs, "--names", *names, "--mark", *marks, "--output", picture))
-    with phase("What the network writes"):
+    with phase("Samples of the network"):
         show_samples(demo)
     say(f"\nEverything is in {demo.run}\n  loss curve   {picture}\n  checkpoints  {demo.checkpoints}")
     say(
         "\nNext, after `source .venv/bin/activate`:\n"
         f"  python tools/dashboard.py {demo.run}       the curves in a page\n"
-        "  python train_on_text.py my_text.txt       the same on a text of your own"
+        "  python train_on_text.py my_text.txt       train on your own text"
     )
     return 0
 
 
-def place() -> tuple[str, int]:
-    """The kind of device to train on, and how many ranks the first run has there."""
+def hardware() -> tuple[str, int]:
+    """The device type, and the number of ranks of the first run."""
     from megatron import device
 
     device.choose_accelerator()
@@ -270,17 +270,17 @@ def train_and_kill(demo: Demo) -> int:
         raise
     launcher.wait()
     say(f"sent SIGKILL to the launcher (process {launcher.pid}) of ranks {', '.join(map(str, ranks))}")
-    deadline = time.monotonic() + SECONDS_TO_DIE
+    deadline = time.monotonic() + EXIT_SECONDS
     while alive := [process for process in ranks if is_alive(process)]:
         if time.monotonic() > deadline:
             for process in alive:
                 os.kill(process, signal.SIGKILL)
             if sys.platform.startswith("linux"):
-                raise DemoError(f"ranks {alive} were still running {SECONDS_TO_DIE} s after their launcher was killed.")
-            say(f"this system does not end the children of a killed process; also killed ranks {alive}")
+                raise DemoError(f"ranks {alive} were still running {EXIT_SECONDS} s after their launcher was killed.")
+            say(f"this system does not terminate the children of a killed process; also killed ranks {alive}")
         time.sleep(0.05)
     last_step = max(read_steps(metrics))
-    say(f"all {len(ranks)} ranks are gone; the last logged step is {last_step}, the last save {demo.save_step}")
+    say(f"all {len(ranks)} ranks have exited; the last logged step is {last_step}, the last save {demo.save_step}")
     return last_step
 
 
@@ -300,7 +300,7 @@ def show_samples(demo: Demo) -> None:
 
 
 def whole_sentences(text: str) -> str:
-    """A text without the sentence that was cut off by the limit on tokens."""
+    """A text without an incomplete last sentence."""
     end = max(text.rfind(mark) for mark in ".!?")
     return text[: end + 1] if end >= 0 else text
 
@@ -319,23 +319,23 @@ def phase(title: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Prints with flushing, so that the order with the programs' output is kept."""
+    """Prints and flushes, to keep the order with the output of the programs."""
     print(text, flush=True)
 
 
-def python(threads: int, *words: object) -> list[str]:
+def python(threads: int, *arguments: object) -> list[str]:
     """A command that runs this interpreter with `threads` threads on the CPU."""
     settings = [
         f"OMP_NUM_THREADS={threads}",
         "OMP_WAIT_POLICY=passive",
         "TOKENIZERS_PARALLELISM=false",
     ]
-    return ["env", *settings, sys.executable, *map(str, words)]
+    return ["env", *settings, sys.executable, *map(str, arguments)]
 
 
-def tool(name: str, *words: object) -> list[str]:
+def tool(name: str, *arguments: object) -> list[str]:
     """A command that runs one of the project's tools."""
-    return python(core_count(), ROOT / "tools" / name, *words)
+    return python(core_count(), ROOT / "tools" / name, *arguments)
 
 
 def call(command: Sequence[str]) -> None:
@@ -352,8 +352,8 @@ def call(command: Sequence[str]) -> None:
 
 def show(command: Sequence[str]) -> None:
     """Prints a command as typed in a shell."""
-    words = command[command.index(sys.executable) + 1 :]
-    say("$ python " + shlex.join(word.replace(f"{ROOT}/", "") for word in words))
+    arguments = command[command.index(sys.executable) + 1 :]
+    say("$ python " + shlex.join(argument.replace(f"{ROOT}/", "") for argument in arguments))
 
 
 def core_count() -> int:
@@ -369,12 +369,12 @@ def free_port() -> int:
 
 
 def children_of(parent: int) -> list[int]:
-    """The children of a process, from /proc or, if there is none, from ps."""
+    """The children of a process, from /proc or else from ps."""
     return sorted(process for process, (its_parent, _) in process_table().items() if its_parent == parent)
 
 
 def is_alive(process: int) -> bool:
-    """Whether a process is running; zombies are not."""
+    """Returns True if a process is running; zombies are not."""
     _, state = process_table().get(process, (0, "Z"))
     return state != "Z"
 
@@ -392,7 +392,7 @@ def process_table() -> dict[int, tuple[int, str]]:
         try:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it has exited meanwhile
         table[int(folder.name)] = (int(parent), state)
     if not folders:
         try:

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-# Device files of NVIDIA's drivers for servers and desktops, for Jetson boards, and of Windows' Linux.
+# Device files of NVIDIA's drivers for servers and desktops, for Jetson boards, and for WSL.
 _DEVICE_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/nvgpu*", "/dev/dxg")
 
 
@@ -26,7 +26,7 @@ def cuda_unavailable_reason() -> str:
         return "PyTorch was installed without CUDA"
     is_rocm = version is None or re.search(r"^hip\b.*= *'", version, re.M) is not None
     if not is_rocm and sys.platform == "linux" and not any(map(glob.glob, _DEVICE_FILES)):
-        return "no NVIDIA driver, there are no files /dev/nvidia*"
+        return "no NVIDIA driver (no files /dev/nvidia*)"
     return ""
 
 

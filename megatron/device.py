@@ -1,4 +1,4 @@
-"""CPU or CUDA: the device a process computes on, what it supports, and access to environment variables.
+"""The device of a process, CPU or CUDA, its capabilities, and access to environment variables.
 
 Only this file and `kernels/` call `torch.cuda`.
 """
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 def environment(name: str, default: str | None = None) -> str | None:
-    """Value of an environment variable; an empty one counts as unset."""
+    """The value of an environment variable; an empty one counts as unset."""
     return os.environ.get(name) or default
 
 
@@ -37,12 +37,12 @@ def device_type() -> str:
 
 
 def choose_accelerator() -> None:
-    """Tells DeepSpeed which device to use, so that it neither guesses nor warns; call it before importing DeepSpeed."""
+    """Sets DeepSpeed's accelerator, so that it neither guesses nor warns; call it before importing DeepSpeed."""
     os.environ.setdefault("DS_ACCELERATOR", device_type())
 
 
 def device_count() -> int:
-    """How many devices this process could choose from; 1 on CPU."""
+    """Number of devices visible to this process; 1 on CPU."""
     return torch.cuda.device_count() if device_type() == "cuda" else 1
 
 
@@ -50,9 +50,8 @@ def local_device(local_rank: int, *, one_device_per_process: bool = False) -> to
     """Chooses this process's device and makes it the current one.
 
     Args:
-        local_rank: number of this process on its node.
-        one_device_per_process: whether a launcher may expose only its own GPU to each process, so that a single
-            visible GPU is the right one.
+        local_rank: local rank of this process on its node.
+        one_device_per_process: the launcher may expose a single GPU to each process, which is then the right one.
 
     Raises:
         LaunchError: more processes on this node than GPUs.
@@ -64,25 +63,25 @@ def local_device(local_rank: int, *, one_device_per_process: bool = False) -> to
         local_rank = 0
     if local_rank >= count:
         raise LaunchError(
-            f"Local rank {local_rank} has no GPU of its own: {count} visible on this node (LOCAL_RANK={local_rank}, "
+            f"No GPU for local rank {local_rank}: {count} visible on this node (LOCAL_RANK={local_rank}, "
             f"CUDA_VISIBLE_DEVICES={environment('CUDA_VISIBLE_DEVICES', 'not set')}). Start at most {count} processes "
-            f"per node, or set DS_ACCELERATOR=cpu to compute on the CPU."
+            f"per node, or set DS_ACCELERATOR=cpu to use the CPU."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def use_on_this_thread(target: torch.device) -> None:
-    """Makes a device the current one of a new thread, which begins on the first GPU and would take memory there."""
+    """Sets the device of a new thread, which otherwise starts on the first GPU and allocates memory there."""
     if target.type == "cuda":
         torch.cuda.set_device(target)
 
 
 @contextlib.contextmanager
 def as_local_rank(target: torch.device) -> Iterator[None]:
-    """Has the variables for the local rank give the number of a GPU, which DeepSpeed and Open MPI's check read there.
+    """Sets the environment variables of the local rank to the index of a GPU, as DeepSpeed and Open MPI expect.
 
-    They differ where a launcher shows each process only its own GPU.
+    The two differ if a launcher exposes a single GPU to each process.
     """
     names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
     before = {name: os.environ[name] for name in names}
@@ -95,32 +94,28 @@ def as_local_rank(target: torch.device) -> Iterator[None]:
 
 
 def current_device() -> torch.device:
-    """The device chosen by `local_device`."""
     return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
 
 
 def device_name() -> str:
-    """Name of the device, for reports."""
     return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
 
 
 def default_backend() -> str:
-    """The torch.distributed backend that fits the device: `nccl` or `gloo`."""
+    """The torch.distributed backend of the device: `nccl` or `gloo`."""
     return "nccl" if device_type() == "cuda" else "gloo"
 
 
 def supports_fp16() -> bool:
-    """Whether training in float16 is possible; on CPU DeepSpeed refuses it."""
-    return device_type() == "cuda"
+    return device_type() == "cuda"  # on CPU DeepSpeed refuses float16
 
 
 def supports_bf16() -> bool:
-    """Whether training in bfloat16 is possible."""
     return device_type() == "cpu" or torch.cuda.is_bf16_supported()
 
 
 def supports_fp8() -> bool:
-    """Whether the GPU multiplies matrices in the float8 formats of NVIDIA's (Ada, Hopper and later)."""
+    """True for GPUs with float8 matrix multiplication (Ada, Hopper and later)."""
     return device_type() == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
 
 
@@ -131,12 +126,12 @@ def synchronize() -> None:
 
 
 def peak_memory_allocated_bytes() -> int:
-    """The most bytes allocated to tensors on the GPU so far; 0 on CPU."""
+    """Peak memory allocated to tensors on the GPU; 0 on CPU."""
     return torch.cuda.max_memory_allocated() if device_type() == "cuda" else 0
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held: allocated to tensors on the GPU, or resident on a CPU.
+    """Peak memory of this process: allocated to tensors on the GPU, or resident on the CPU.
 
     Source: getrusage(2); macOS counts bytes, Linux KiB.
     """
@@ -146,10 +141,10 @@ def peak_memory_bytes() -> int:
 
 
 class Stopwatch:
-    """Adds up how long parts of a step take, without waiting for a GPU.
+    """Measures the time of parts of a step, without synchronizing with a GPU.
 
-    There the time between two events of the current stream counts: what the stream did in between, or waited for.
-    Nothing is counted, or kept, before `start` and after `take`.
+    On a GPU it measures the time between two events of the current stream, including waits of the stream. Active
+    between `start` and `take`.
     """
 
     def __init__(self) -> None:
@@ -161,20 +156,20 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self, kind: str = "") -> Iterator[None]:
-        """Counts what the block takes, as time of this kind."""
+        """Measures the block as time of this kind."""
         elapsed = self._elapsed
         if elapsed is None:
             yield
             return
-        began = self._now()
+        start = self._now()
         try:
             yield
         finally:
-            elapsed.parts.append((kind, began, self._now()))
+            elapsed.parts.append((kind, start, self._now()))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Counts nothing of what the block does: work that a graph repeats later leaves no times."""
+        """Suspends measurement, for work that is captured in a graph."""
         elapsed, self._elapsed = self._elapsed, None
         try:
             yield
@@ -182,7 +177,7 @@ class Stopwatch:
             self._elapsed = elapsed
 
     def take(self) -> Elapsed:
-        """What has been counted since `start`; counting ends."""
+        """Stops and returns the times since `start`."""
         elapsed, self._elapsed = self._elapsed, None
         return Elapsed() if elapsed is None else elapsed
 
@@ -195,27 +190,27 @@ class Stopwatch:
 
 
 class Elapsed:
-    """The parts that a `Stopwatch` has counted."""
+    """The times measured by a `Stopwatch`."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
 
     def seconds(self, kind: str | None = None) -> float:
-        """The total seconds of the parts of one kind, or of all parts; waits until a GPU has finished them."""
+        """Total seconds of the parts of one kind, or of all parts; waits until a GPU has finished them."""
         total = 0.0
-        for part_kind, began, ended in self.parts:
+        for part_kind, start, end in self.parts:
             if kind not in (None, part_kind):
                 continue
-            if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
-                ended.synchronize()
-                total += began.elapsed_time(ended) / 1e3
-            elif isinstance(began, float) and isinstance(ended, float):
-                total += ended - began
+            if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                end.synchronize()
+                total += start.elapsed_time(end) / 1e3
+            elif isinstance(start, float) and isinstance(end, float):
+                total += end - start
         return total
 
 
 def copy_to_device(array: np.ndarray, target: torch.device) -> torch.Tensor:
-    """Copies an array to a device; to a GPU through pinned memory, asynchronously. On a CPU it shares its memory."""
+    """Copies an array to a GPU asynchronously, through pinned memory; on a CPU the tensor shares its memory."""
     tensor = torch.from_numpy(array)
     if target.type != "cuda":
         return tensor if target.type == "cpu" else tensor.to(target)
@@ -243,9 +238,9 @@ class HostCopy:
 
 
 class HostCopies:
-    """Copies of tensors to host memory, made by another thread during the computation; reused for each set.
+    """Copies of tensors to host memory by another thread during the computation; reusable.
 
-    On a GPU the copies have a stream of their own, so that they run in parallel with the kernels that are queued later.
+    On a GPU the copies run on a separate stream, in parallel with kernels that are queued later.
     """
 
     def __init__(self, source: torch.device) -> None:
@@ -254,18 +249,16 @@ class HostCopies:
         self._done: torch.cuda.Event | None = None
 
     def mark(self) -> None:
-        """Says that what has been queued so far computes the values to be copied; on the thread that computes."""
+        """Marks the queued work that computes the values to copy; called on the computing thread."""
         self._done = None
         if self._stream is not None:
             self._ready = torch.cuda.current_stream(self._stream.device).record_event()
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copies flat tensors that are on the CPU, and queues the copies of those that are not.
-
-        One thread copies host memory as fast as several.
+        """Copies flat tensors: immediately from the CPU, asynchronously from a GPU.
 
         Args:
-            pairs: target, in the memory of `host_buffer`, and source, which keeps its values until `hold_device`.
+            pairs: target, in the memory of `host_buffer`, and source, whose values must not change until `hold_device`.
         """
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None and self._ready is not None:
@@ -273,13 +266,13 @@ class HostCopies:
             for target, source in pairs:
                 if source.is_cuda or not source.is_contiguous():
                     target.copy_(source, non_blocking=True)
-                else:  # NumPy copies on this thread alone, where torch would start more
+                else:  # NumPy uses this thread only: more threads would not be faster
                     np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
             if self._stream is not None:
                 self._done = self._stream.record_event()
 
     def hold_device(self) -> None:
-        """Makes work that is queued from now on wait for the copies; on the thread that computes, after `copy`."""
+        """Makes later work wait for the copies; called on the computing thread, after `copy`."""
         if self._done is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
@@ -290,28 +283,27 @@ class HostCopies:
 
 
 class CapturedWork(Protocol):
-    """Work that can be repeated on the memory it was captured with."""
+    """Captured work that can be replayed on the same memory."""
 
     def replay(self) -> None:
         """Queues the work."""
 
     def release(self) -> None:
-        """Frees what repeating it takes, once it is not needed any more."""
+        """Frees its resources."""
 
 
 class CaptureError(RuntimeError):
-    """A capture that failed, here or on a rank that takes part in its messages; the device is as it was before."""
+    """A capture failed, here or on a rank that communicates within it; the state of the device is restored."""
 
 
 class GraphCapturer:
-    """Captures work of the GPU as CUDA graphs: kernels on fixed addresses, queued in one call.
+    """Captures GPU work as CUDA graphs: kernels on fixed addresses, queued in one call.
 
-    Of the graphs that share memory one may run at a time, and what it leaves lasts until the next one runs.
+    Of the graphs that share memory one may run at a time; its results are valid until the next one runs.
 
     Args:
-        stopwatch: counts messages, if there is one; not those of graphs.
-        any_failed: given whether a capture failed on this rank, returns whether it did on any of the ranks that
-            exchange messages within the work; collective over these.
+        stopwatch: measures messages, but not those in graphs.
+        any_failed: combines the failure of a capture over the ranks that communicate within the work; collective.
     """
 
     def __init__(
@@ -325,11 +317,11 @@ class GraphCapturer:
         self._any_failed = any_failed
 
     def new_memory(self) -> Any:
-        """Memory for graphs to share; not to be used again once all of them were released, or a capture has failed."""
+        """A memory pool for graphs; not reusable once all of them were released, or a capture has failed."""
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Result]) -> Result:
-        """Does the work on the stream of the captures, for which libraries allocate what they need there."""
+        """Runs the work on the capture stream, so that libraries allocate their resources there."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -338,12 +330,12 @@ class GraphCapturer:
         return result
 
     def capture(self, work: Callable[[], Result], memory: Any) -> tuple[CapturedWork, Result]:
-        """Captures the work without doing it; the result gets its values when the graph runs.
+        """Captures the work without running it; the result gets its values when the graph runs.
 
-        Other threads may go on using the GPU.
+        Other threads may continue to use the GPU.
 
         Args:
-            memory: of `new_memory`, for graphs that run in the order of their captures.
+            memory: from `new_memory`, for graphs that run in the order of their captures.
 
         Raises:
             CaptureError: the work cannot be captured.
@@ -367,7 +359,7 @@ class GraphCapturer:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the memory of a graph is not shared with other work
         graph, is_ended = torch.cuda.CUDAGraph(), False
-        with torch.cuda.stream(self._stream), _nodes_follow_the_capture():
+        with torch.cuda.stream(self._stream), _autograd_on_capture_stream():
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
@@ -379,20 +371,20 @@ class GraphCapturer:
                 graph.reset()
                 if not is_ended:
                     _abandon(pool)
-                # Once a capture is invalid, each later call only says so: what was wrong is what happened first.
+                # After a capture became invalid, later calls only report that: the cause is the first error.
                 first = failure.__context__
                 raise (first if isinstance(first, RuntimeError) else failure) from None
         return _Graph(graph), result
 
 
 def _abandon(pool: Any) -> None:
-    """Undoes what torch leaves of a capture that could not be ended.
+    """Cleans up a capture that could not be ended.
 
-    It stays open in the allocator, whose next `empty_cache` would refuse it, and in the generator of random numbers,
+    It would remain open in the allocator, so that the next `empty_cache` fails, and in the random number generator,
     which would refuse to draw outside a capture.
     """
     index = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # the allocator had not begun with it
+    with contextlib.suppress(RuntimeError):  # the allocator had not started it
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
     generator = torch.cuda.default_generators[index]
@@ -400,8 +392,8 @@ def _abandon(pool: Any) -> None:
 
 
 @contextlib.contextmanager
-def _nodes_follow_the_capture() -> Iterator[None]:
-    """Has nodes of autograd that were made on another stream run on that of the capture, where torch can (2.13)."""
+def _autograd_on_capture_stream() -> Iterator[None]:
+    """Runs autograd nodes created on another stream on the capture stream, if torch supports it (2.13)."""
     override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if override is None:
         yield
@@ -421,38 +413,38 @@ class _Graph:
         self._graph.replay()
 
     def release(self) -> None:
-        synchronize()  # it may still run
+        synchronize()  # it may still be running
         self._graph.reset()
 
 
 def host_buffer(size_bytes: int, source: torch.device) -> torch.Tensor:
-    """Host memory for copies of tensors of a device, page-locked where that is a GPU.
+    """Host memory for copies of tensors of a device, page-locked for a GPU.
 
-    Memory of the process is locked rather than asked of torch's allocator of pinned memory, which takes the next power
-    of two and keeps it: 64 GiB for 33.
+    Ordinary memory is locked instead of using torch's pinned allocator, which rounds up to a power of two and never
+    frees: 64 GiB for 33.
 
     Shapes: `[size_bytes]` uint8.
 
     Raises:
-        MemoryError: the system does not give that much, or does not lock it.
+        MemoryError: not enough memory, or it cannot be locked.
 
     Source: torch, distributed/_state_dict_utils.py, `_create_cpu_state_dict`; CUDA runtime API, cudaHostRegister.
     """
     try:
         buffer = torch.empty(size_bytes, dtype=torch.uint8)
     except RuntimeError as failure:  # DefaultCPUAllocator: can't allocate memory
-        raise MemoryError(f"the system does not give {size_bytes} bytes of host memory") from failure
+        raise MemoryError(f"cannot allocate {size_bytes} bytes of host memory") from failure
     if source.type == "cuda" and size_bytes:
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
         status = int(runtime.cudaHostRegister(address, size_bytes, _HOST_REGISTER_PORTABLE))
         if status != 0:
-            raise MemoryError(f"CUDA does not lock {size_bytes} bytes of host memory (cudaHostRegister: {status})")
+            raise MemoryError(f"cannot lock {size_bytes} bytes of host memory (cudaHostRegister: {status})")
         weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, address).atexit = False
     return buffer
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that torch's own random operations on `device` draw from."""
+    """The generator of torch's random operations on `device`."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.init()

@@ -1,6 +1,6 @@
-"""The errors a user may see, and the exit code each of them ends a program with.
+"""The errors shown to users, and their exit codes.
 
-An error text says what is wrong with its values and flags, what must hold, and what to do about it.
+A message states the problem with values and flags, the requirement, and the remedy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class ExitCode(IntEnum):
-    """How a program ended; schedulers act on it (75: requeue the job)."""
+    """Exit codes of programs; schedulers act on them (75: requeue the job)."""
 
     DONE = 0
     USAGE = 64
@@ -25,10 +25,10 @@ class ExitCode(IntEnum):
 
 
 class MegatronError(Exception):
-    """Base class of the errors that are shown as text, without a traceback.
+    """Base class of errors that are printed without a traceback.
 
     Attributes:
-        is_on_all_ranks: every rank has the same error, so that only one needs to show it.
+        is_on_all_ranks: every rank has the same error, so that only one needs to print it.
     """
 
     exit_code = ExitCode.HUMAN
@@ -39,18 +39,18 @@ _MOST_LETTERS = 4000
 
 
 def _shortened(sentence: str) -> str:
-    """The sentence without its middle, if it is too long to be read."""
+    """Removes the middle of a sentence that is too long."""
     half = _MOST_LETTERS // 2
     return sentence if len(sentence) <= _MOST_LETTERS else f"{sentence[:half]} [...] {sentence[-half:]}"
 
 
 def printable(value: object, letters: int = 200, *, quoted: bool = True) -> str:
-    """A value from a file as a message may show it: short, and with nothing in it that steers a terminal.
+    """A value from a file, shortened and escaped for a message.
 
-    A text is shown in quotes and with escapes, so that it can neither begin a line nor pass for words of the message.
+    Strings are quoted, so that they cannot be mistaken for a part of the message.
 
     Args:
-        quoted: false leaves out the quotes of a text, where the message is about a word or a path.
+        quoted: if false, omit the quotes of a string, for example around a name or path.
     """
     if isinstance(value, str):
         shown = repr(value[: letters + 1])
@@ -65,10 +65,10 @@ def printable(value: object, letters: int = 200, *, quoted: bool = True) -> str:
 
 
 class ConfigError(MegatronError):
-    """Flags, entries of a config file or combinations of them that cannot be used.
+    """Invalid flags, entries of a config file, or combinations of them.
 
     Args:
-        problems: one sentence each, all of them shown; of one that repeats a huge value, the beginning and the end.
+        problems: one sentence each; all are printed, long ones shortened.
     """
 
     exit_code = ExitCode.USAGE
@@ -79,31 +79,31 @@ class ConfigError(MegatronError):
 
 
 class LaunchError(MegatronError):
-    """The processes that were started cannot form the run: launcher, machine, layout or another job prevents it."""
+    """The launched processes cannot form the run, because of launcher, machine, layout or another job."""
 
     exit_code = ExitCode.USAGE
 
 
 class PeerLostError(MegatronError):
-    """Another rank of the run ended; saved checkpoints are intact, so the job can be started again as it is."""
+    """Another rank of the run exited; saved checkpoints are intact, so the same command can be restarted."""
 
     exit_code = ExitCode.REQUEUE
 
 
 class HangError(MegatronError):
-    """A rank of the run is stopped or stuck; saved checkpoints are intact, so the job can be started again as it is."""
+    """A rank of the run is stopped or stuck; saved checkpoints are intact, so the same command can be restarted."""
 
     exit_code = ExitCode.HANG
 
 
 class DataError(MegatronError):
-    """A corpus, token or index file that is damaged, missing or does not fit the run."""
+    """A corpus, token or index file is damaged, missing or does not match the run."""
 
     exit_code = ExitCode.DATA
 
 
 class StorageError(MegatronError):
-    """A read or write that the file system refused; the text names the path and the reason."""
+    """The file system refused a read or write; the message names the path and the reason."""
 
     exit_code = ExitCode.STORAGE
 
@@ -113,30 +113,30 @@ class TooManyFilesError(StorageError):
 
 
 class CheckpointError(MegatronError):
-    """A checkpoint that is damaged, missing or does not fit the run."""
+    """A checkpoint is damaged, missing or does not match the run."""
 
     exit_code = ExitCode.STORAGE
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose bytes are not those that were written; an older one may still be good."""
+    """The bytes of a checkpoint differ from those written; an older one may be valid."""
 
 
 class ConversionError(MegatronError):
-    """A model of another program that cannot be converted; names the field, tensor or file that is the reason."""
+    """A model of another program cannot be converted; names the field, tensor or file."""
 
     exit_code = ExitCode.DATA
 
 
 class OutOfMemoryError(MegatronError):
-    """The memory of the device, or of the machine, was not enough."""
+    """Out of device or host memory."""
 
 
 class NumericsError(MegatronError):
-    """Training produced values that it cannot continue from.
+    """Training cannot continue because of invalid values.
 
     Args:
-        step: the step that did; None if unknown. A GPU may be training a later one already.
+        step: the step that produced them; None if unknown. A GPU may already be training a later one.
     """
 
     exit_code = ExitCode.NUMERICS
@@ -147,10 +147,10 @@ class NumericsError(MegatronError):
 
 
 def joined(failures: Sequence[MegatronError]) -> MegatronError:
-    """One error with the texts of several, each on a line of its own and none twice.
+    """Joins several errors, one line each, without duplicates.
 
-    It is of their type if they share it. Else the flags decide the exit code, before data and then storage: what is
-    wrong with them makes the same command fail again.
+    The result has their common type, if any. Otherwise flags determine the exit code, then data, then storage: the same
+    command would fail again.
     """
     texts = list(dict.fromkeys(line for failure in failures for line in str(failure).splitlines()))
     kinds = {type(failure) for failure in failures}
@@ -165,14 +165,14 @@ def joined(failures: Sequence[MegatronError]) -> MegatronError:
 
 
 class FailureReport(NamedTuple):
-    """A failure in the form in which it is sent to another process: the name of its type, and its text."""
+    """A failure as it is sent to other processes: the name of its type, and its text."""
 
     kind: str
     text: str
 
 
 def describe_failure(failure: BaseException, kinds: Sequence[type[MegatronError]]) -> FailureReport:
-    """Describes a failure for other processes, as the nearest of its types that is among `kinds`."""
+    """Describes a failure for other processes by its most specific type in `kinds`."""
     for kind in type(failure).__mro__:
         if kind in kinds:
             return FailureReport(kind.__name__, str(failure))
@@ -182,11 +182,11 @@ def describe_failure(failure: BaseException, kinds: Sequence[type[MegatronError]
 def rebuild_failure(
     report: Sequence[str], kinds: Sequence[type[MegatronError]], fallback: type[MegatronError], where: str = ""
 ) -> MegatronError:
-    """The error that another process described; one of an unknown type becomes a `fallback` that names the type.
+    """Rebuilds an error described by another process; one of an unknown type becomes a `fallback` that names the type.
 
     Args:
-        report: kind and text, as `describe_failure` gave them; also what JSON makes of that.
-        where: put before the text, for example "rank 3: ".
+        report: kind and text from `describe_failure`, also as a JSON list.
+        where: prefix of the text, for example "rank 3: ".
     """
     kind, text = report
     for known in kinds:
@@ -202,17 +202,17 @@ def raise_on_all_ranks(
     kinds: Sequence[type[MegatronError]],
     fallback: type[MegatronError],
 ) -> None:
-    """Raises the same failure on every rank if at least one failed, so that none waits for another.
+    """Raises the same failure on every rank if at least one failed, so that no rank waits for another.
 
-    It is the failure whose type comes first in `kinds` (an unknown type counts as `fallback`), and among equals the
-    failure of the lowest rank. Its own rank raises the exception itself, the others rebuild it with "rank N: " before
-    its text. An interrupt of this rank is raised as it is.
+    It is the failure whose type comes first in `kinds` (an unknown type counts as `fallback`), and among equals that of
+    the lowest rank. The failed rank raises the original exception, the others rebuild it with the prefix "rank N: ". An
+    interrupt of this rank is raised unchanged.
 
     Args:
-        reports: of all ranks, in rank order, on every rank the same; None where a rank succeeded.
+        reports: one per rank, in rank order, the same on all ranks; None if a rank succeeded.
         rank: this rank.
-        own_failure: what this rank caught.
-        kinds: the types that are rebuilt as they were.
+        own_failure: the exception on this rank.
+        kinds: the types that can be rebuilt.
     """
     if own_failure is not None and not isinstance(own_failure, Exception):
         raise own_failure

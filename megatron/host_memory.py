@@ -1,4 +1,4 @@
-"""The memory of this machine: how much there is for its processes, and how much can still be taken."""
+"""Total and available host memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron.files.plain import read_plain_text
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory that can still be taken here: what the machine has left, or less in a limited control group.
+    """Available host memory in bytes, within the limits of the control group; None if unknown.
 
-    None where the system does not say. Memory that only caches files counts as free.
+    Memory that only caches files counts as available.
 
     Args:
         root: the root of the file system, with `proc` and `sys`.
@@ -27,7 +27,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def total_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory that the processes here can have at most, swap space included; None where unknown.
+    """Host memory in bytes that processes can use at most, including swap space; None if unknown.
 
     Args:
         root: the root of the file system, with `proc` and `sys`.
@@ -41,7 +41,7 @@ def total_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """The control groups of this process with the names of their limit, their usage, and the part that caches files."""
+    """The control groups of this process with the names of their limit, usage and file cache."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = [*line.split(":", 2), "", ""][:3]
         if controllers == "":
@@ -59,17 +59,17 @@ def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if it holds a word, such as `max`, or is not there."""
+    """The number in a file; None for a word, such as `max`, or a missing file."""
     text = _text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _number_after(path: Path, name: str, unit_bytes: int) -> int | None:
-    """The number in the line of a file that begins with a name."""
+    """The number in the line of a file that starts with a name."""
     for line in _text(path).splitlines():
-        words = line.split()
-        if len(words) > 1 and words[0] == name and words[1].isdecimal():
-            return int(words[1]) * unit_bytes
+        fields = line.split()
+        if len(fields) > 1 and fields[0] == name and fields[1].isdecimal():
+            return int(fields[1]) * unit_bytes
     return None
 
 

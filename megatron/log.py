@@ -1,13 +1,13 @@
-"""The only way to print.
+"""Log output; nothing else prints.
 
-Result lines go to standard output, everything else to standard error. Before `set_rank` is called every process prints.
-Afterwards one rank prints `info` and `shared_warning`, and one prints `line`; every rank prints `warning` and `error`,
-with its number.
+Result lines go to standard output, everything else to standard error. Before `set_rank` is called, every process
+prints. Afterwards rank 0 prints `info` and `shared_warning`, the last rank prints `line`, and every rank prints
+`warning` and `error`, with its rank.
 `copy_to` appends the messages of this process to a file, including result lines that another rank prints; the file
-begins with the warnings since `keep_warnings`. A copy that cannot be written ends nothing; nor, after `make_optional`,
-do the standard streams.
-Characters that steer a terminal, which a text from a file may hold, are written as escapes.
-`open_status` and `status_line` reserve the last line of a terminal for a text that changes, such as a progress bar;
+starts with the warnings since `keep_warnings`. Failures to write the copy are not errors; nor, after `make_optional`,
+are failures of the standard streams.
+Terminal control characters, which text from a file may contain, are escaped.
+`open_status` and `status_line` reserve the last line of a terminal for a changing text, such as a progress bar;
 messages appear above it.
 """
 
@@ -29,8 +29,8 @@ from megatron.secret_text import masked
 
 _SILENCE_SECONDS, _LONGEST_SILENCE_SECONDS = 2.0, 60.0
 
-# Control characters other than tab and line feed, marks that reverse the direction of writing, and lone surrogates,
-# which no output takes. As JSON's escapes they mean the same in a line that is JSON.
+# Control characters other than tab and line feed, bidirectional controls, and lone surrogates, which cannot be encoded.
+# They are written as JSON escapes, so that a line of JSON keeps its meaning.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _ERASE = "\r\x1b[K"
 _MOST_KEPT = 1000
@@ -39,32 +39,30 @@ _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 
 @dataclass
 class _Status:
-    """The last line of the terminal, which rank 0 draws.
+    """The last line of the terminal, drawn by rank 0.
 
     Attributes:
-        is_own: whether this process draws it.
-        took_lines: whether this process prints result lines only, or does not print them, because of it.
-        text: what the line shows.
+        is_drawn_here: this process draws it.
+        toggles_lines: while it is open, this process prints result lines although it usually does not, or vice versa.
     """
 
-    is_own: bool
-    took_lines: bool
+    is_drawn_here: bool
+    toggles_lines: bool
     text: str = ""
 
     def erase(self) -> None:
-        """Empties the line, also where another process has drawn it."""
-        if self.text or not self.is_own:
+        """Erases the line, even if another process has drawn it."""
+        if self.text or not self.is_drawn_here:
             _flush(sys.stderr, _ERASE)
 
     def draw(self) -> None:
-        """Shows the text again below what was printed."""
         if self.text:
             _flush(sys.stderr, _ERASE + self.text)
 
 
 @dataclass
 class _Output:
-    """What this process prints: its rank, and the lowest level shown."""
+    """The state of this process's output."""
 
     rank: int | None = None
     prints_info: bool = True
@@ -85,14 +83,14 @@ _OUTPUT = _Output()
 
 
 def set_rank(rank: int, world_size: int) -> None:
-    """Tells the log which rank this is: rank 0 prints `info`, the last rank prints `line`, as Megatron-LM does."""
+    """Sets the rank of this process: rank 0 prints `info`, the last rank prints `line`, as in Megatron-LM."""
     _OUTPUT.rank = rank if world_size > 1 else None
     _OUTPUT.prints_info = rank == 0
     _OUTPUT.prints_lines = rank == world_size - 1
 
 
 def is_first_rank() -> bool:
-    """Whether this process is rank 0, or the only one."""
+    """True on rank 0 or in a single process."""
     return not _OUTPUT.rank
 
 
@@ -102,12 +100,12 @@ def set_level(level: str) -> None:
 
 
 def keep_warnings() -> None:
-    """Keeps the warnings from now on for the file of the next `copy_to`."""
+    """Keeps warnings for the file of the next `copy_to`."""
     _OUTPUT.kept_warnings = []
 
 
 def copy_to(path: str | os.PathLike[str] | None) -> None:
-    """Also appends later messages, and the warnings that were kept, to a file; None stops that. For one rank only."""
+    """Also appends kept warnings and later messages to a file; None stops copying. For one rank only."""
     if _OUTPUT.copy is not None:
         _OUTPUT.copy.close()
     _OUTPUT.copy = None if path is None else LogCopy(path)
@@ -117,17 +115,17 @@ def copy_to(path: str | os.PathLike[str] | None) -> None:
 
 
 def make_optional(is_optional: bool = True) -> None:
-    """Keeps the program running when a standard stream cannot be written: a pipe is closed, a disk is full."""
+    """Ignores failures to write a standard stream, such as a closed pipe or a full disk."""
     _OUTPUT.is_optional, _OUTPUT.lost = is_optional, 0
 
 
 def warn_of_lost_output() -> None:
-    """Says how many messages of this process are missing in the copy and in the standard streams, if any."""
+    """Warns if messages of this process are missing in the copy or in the standard streams."""
     copy = _OUTPUT.copy
     if copy is not None and copy.lost:
-        warning(f"{copy.path} lacks {copy.lost} messages ({copy.reason}).")
+        warning(f"{copy.lost} messages are missing in {copy.path} ({copy.reason}).")
     if _OUTPUT.lost:
-        warning(f"the standard streams lack {_OUTPUT.lost} messages ({_OUTPUT.reason}).")
+        warning(f"{_OUTPUT.lost} messages are missing in the standard streams ({_OUTPUT.reason}).")
 
 
 def line(text: str) -> None:
@@ -135,48 +133,48 @@ def line(text: str) -> None:
     if _OUTPUT.prints_lines:
         _write(sys.stdout, text)
     else:
-        _append(_visible(text))
+        _append(_escaped(text))
 
 
-def text(words: str, end: str = "\n") -> None:
-    """Writes text of a corpus or a model to standard output, on whichever rank asks for it.
+def text(content: str, end: str = "\n") -> None:
+    """Writes text of a corpus or a model to standard output, on any rank.
 
-    On a terminal characters that steer it are written as escapes. A file or a pipe gets the text as it is.
+    Control characters are escaped on a terminal only.
     """
-    _flush(sys.stdout, f"{_visible(words) if is_terminal('stdout') else words}{end}")
+    _flush(sys.stdout, f"{_escaped(content) if is_terminal('stdout') else content}{end}")
 
 
 def record(text: str) -> None:
-    """Adds a message to the copy alone."""
-    _append(_visible(masked(text)))
+    """Writes a message to the copy only."""
+    _append(_escaped(masked(text)))
 
 
 def open_status(*, with_lines: bool) -> None:
-    """Rank 0 draws a line below all messages on the terminal from now on; called on every rank.
+    """Reserves a status line below all messages on the terminal, drawn by rank 0; called on every rank.
 
     Args:
-        with_lines: whether result lines go to the same terminal, so that rank 0 prints them, too.
+        with_lines: result lines go to the same terminal, so that rank 0 must print them, too.
     """
-    is_own = is_first_rank()
-    _OUTPUT.status = _Status(is_own, with_lines and _OUTPUT.prints_lines is not is_own)
-    _OUTPUT.prints_lines ^= _OUTPUT.status.took_lines
+    is_first = is_first_rank()
+    _OUTPUT.status = _Status(is_first, with_lines and _OUTPUT.prints_lines is not is_first)
+    _OUTPUT.prints_lines ^= _OUTPUT.status.toggles_lines
 
 
 def status(text: str) -> None:
-    """Draws the line of `open_status`: one line of text, which may contain escape sequences."""
-    if _OUTPUT.status is not None and _OUTPUT.status.is_own:
+    """Draws the status line: one line of text, which may contain escape sequences."""
+    if _OUTPUT.status is not None and _OUTPUT.status.is_drawn_here:
         _OUTPUT.status.text = text
         _OUTPUT.status.draw()
 
 
 def status_line() -> Callable[[str], None] | None:
-    """Draws a last line on the terminal, none if its text is empty; None where standard error is no terminal."""
+    """Returns a function that draws the status line (none for an empty text); None if standard error is no terminal."""
     return _draw_status if is_terminal("stderr") else None
 
 
 def _draw_status(text: str) -> None:
     if text:
-        _OUTPUT.status = _OUTPUT.status or _Status(is_own=True, took_lines=False)
+        _OUTPUT.status = _OUTPUT.status or _Status(is_drawn_here=True, toggles_lines=False)
         status(text)
     elif _OUTPUT.status is not None:
         _OUTPUT.status.erase()
@@ -184,52 +182,52 @@ def _draw_status(text: str) -> None:
 
 
 def close_status() -> None:
-    """Leaves the line of `open_status` on the terminal as it is, and ends it; idempotent."""
-    closed, _OUTPUT.status = _OUTPUT.status, None
-    if closed is not None:
-        _OUTPUT.prints_lines ^= closed.took_lines
-        if closed.text:
+    """Closes the status line, which stays on the terminal; idempotent."""
+    closing, _OUTPUT.status = _OUTPUT.status, None
+    if closing is not None:
+        _OUTPUT.prints_lines ^= closing.toggles_lines
+        if closing.text:
             _flush(sys.stderr, "\n")
 
 
 def shows_info() -> bool:
-    """Whether this process prints `info`."""
+    """True if this process prints `info`."""
     return _OUTPUT.prints_info and _OUTPUT.level <= _LEVELS["info"]
 
 
 def set_activity(text: str) -> None:
-    """Says what this process is busy with from now on; `show_activity_when_quiet` shows it if it takes long."""
+    """Sets the current activity of this process, shown by `show_activity_when_quiet`."""
     _OUTPUT.activity, _OUTPUT.activity_at = text, time.monotonic()
 
 
 @contextlib.contextmanager
 def show_activity_when_quiet() -> Iterator[None]:
-    """Shows what rank 0 is busy with when nothing was printed for 2 seconds, then for 4, 8, and so on up to a minute.
+    """Prints the activity of rank 0 after 2 seconds without output, then after 4, 8, and so on up to a minute.
 
-    Not while a progress bar is drawn, which shows as much.
+    Prints nothing while a progress bar is drawn.
     """
     is_over = threading.Event()
-    narrator = threading.Thread(target=_break_silence, args=(is_over,), name="log", daemon=True)
+    thread = threading.Thread(target=_show_activity, args=(is_over,), name="log", daemon=True)
     _OUTPUT.activity_at = _OUTPUT.written_at = time.monotonic()
-    narrator.start()
+    thread.start()
     try:
         yield
     finally:
         is_over.set()
-        narrator.join()
+        thread.join()
 
 
-def _break_silence(is_over: threading.Event) -> None:
-    patience, own_at = _SILENCE_SECONDS, 0.0
+def _show_activity(is_over: threading.Event) -> None:
+    interval, shown_at = _SILENCE_SECONDS, 0.0
     while not is_over.wait(_SILENCE_SECONDS / 8):
-        silent_since, now = _OUTPUT.written_at, time.monotonic()
-        if silent_since != own_at:
-            patience = _SILENCE_SECONDS
-        if now - silent_since < patience or _OUTPUT.status is not None or not shows_info():
+        quiet_since, now = _OUTPUT.written_at, time.monotonic()
+        if quiet_since != shown_at:
+            interval = _SILENCE_SECONDS
+        if now - quiet_since < interval or _OUTPUT.status is not None or not shows_info():
             continue
         seconds = now - _OUTPUT.activity_at
         _write(sys.stderr, f"... {_OUTPUT.activity}" + (f" ({seconds:.0f} s)" if seconds >= 1 else ""))
-        patience, own_at = min(2 * patience, _LONGEST_SILENCE_SECONDS), _OUTPUT.written_at
+        interval, shown_at = min(2 * interval, _LONGEST_SILENCE_SECONDS), _OUTPUT.written_at
 
 
 def info(text: str) -> None:
@@ -250,7 +248,7 @@ def warning(text: str) -> None:
 
 
 def shared_warning(text: str) -> None:
-    """Prints a warning that every rank has, from rank 0 only."""
+    """Prints a warning common to all ranks, from rank 0 only."""
     if _OUTPUT.prints_info:
         _warn(f"warning: {text}")
 
@@ -259,36 +257,36 @@ def error(text: str, rank: int | None = None) -> None:
     """Prints an error to standard error, from any rank.
 
     Args:
-        rank: the rank whose error it is; this one if left out.
+        rank: the rank that raised the error; this one by default.
     """
     if _OUTPUT.status is not None:
         _OUTPUT.status.erase()
-        _OUTPUT.status = None  # what ends the process is the last that is seen
+        _OUTPUT.status = None  # the error that ends the process stays the last line
     _write(sys.stderr, f"{_rank_prefix(rank)}error: {text}")
 
 
 def flush() -> bool:
-    """Writes what the standard streams hold back; whether it was written."""
+    """Flushes the standard streams; returns True on success."""
     return _flush(sys.stdout) and _flush(sys.stderr)
 
 
 def is_reader_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more; other pipes may break, too."""
+    """True if standard output is a pipe whose reader has closed it."""
     poll = select.poll()
     try:
         poll.register(sys.stdout.fileno(), 0)
-    except (AttributeError, OSError, ValueError):  # there is none, or it is no file
+    except (AttributeError, OSError, ValueError):  # no standard output, or not a file
         return False
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def is_terminal(name: str) -> bool:
-    """Whether a standard stream, stdout or stderr, is a terminal."""
+    """True if a standard stream, stdout or stderr, is a terminal."""
     return bool(getattr(sys, name).isatty())
 
 
 def terminal_columns(name: str) -> int:
-    """The width of the terminal that a standard stream, stdout or stderr, is; 80 if it is none."""
+    """The width of the terminal of a standard stream, stdout or stderr; 80 if it is not a terminal."""
     try:
         return os.get_terminal_size(getattr(sys, name).fileno()).columns or 80
     except (OSError, ValueError):
@@ -296,7 +294,7 @@ def terminal_columns(name: str) -> int:
 
 
 def takes_unicode(name: str) -> bool:
-    """Whether a standard stream, stdout or stderr, is encoded in UTF-8."""
+    """True if the encoding of a standard stream, stdout or stderr, is UTF-8."""
     return (getattr(sys, name).encoding or "").lower().startswith("utf")
 
 
@@ -314,7 +312,7 @@ def _rank_prefix(rank: int | None = None) -> str:
 
 
 def _write(stream: TextIO, text: str) -> None:
-    text = _visible(text if stream is sys.stdout else masked(text))  # results are data, and shown as they are
+    text = _escaped(text if stream is sys.stdout else masked(text))  # result lines are data
     text = text if text.endswith("\n") else text + "\n"
     if _OUTPUT.status is not None:
         _OUTPUT.status.erase()
@@ -326,7 +324,7 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def _flush(stream: TextIO, text: str = "") -> bool:
-    """Writes to a standard stream; whether it was written. Raises only if the streams are not optional."""
+    """Writes to a standard stream; returns True on success. Raises only if the streams are not optional."""
     try:
         stream.write(text)
         stream.flush()
@@ -338,14 +336,14 @@ def _flush(stream: TextIO, text: str = "") -> bool:
     return True
 
 
-def _visible(text: str) -> str:
+def _escaped(text: str) -> str:
     return _CONTROLS.sub(lambda control: f"\\u{ord(control.group()):04x}", text)
 
 
 def _append(text: str) -> None:
-    """Adds a message to the copy; the first that cannot be added is a warning."""
+    """Writes a message to the copy; warns of the first failure."""
     copy = _OUTPUT.copy
     if copy is None or copy.append(text if text.endswith("\n") else text + "\n"):
         return
     if copy.lost == 1:
-        warning(f"{copy.path} cannot be written: {copy.reason}. The run continues and tries again at every message.")
+        warning(f"{copy.path} cannot be written: {copy.reason}. The run continues and retries with every message.")

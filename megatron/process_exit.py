@@ -1,7 +1,7 @@
-"""How a process ends: its exit code, and who is told of the error that was the reason before it is shown.
+"""Process exit: exit codes, and listeners that are notified of the error before it is printed.
 
-`exit_with` ends a program, and `end_process` ends it from a thread. A program whose reader went away (`program | head`)
-ends without a word, as one that SIGPIPE ends.
+`exit_with` runs and ends a program, `end_process` ends it from a thread. A program whose output pipe is closed
+(`program | head`) exits silently, as with SIGPIPE.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from megatron import log
 from megatron.errors import ExitCode, MegatronError
 from megatron.secret_text import masked
 
-# Receives exit code and text of the error that ends this process; returns whether it shows the text.
+# Receives exit code and text of the error that ends this process; returns True if it prints the text.
 FailureListener = Callable[[int, str], bool]
 
-# How long another rank than 0 waits before it shows an error that all ranks may have: the launcher ends it meanwhile.
+# Delay before ranks other than 0 print an error that all ranks may have: the launcher terminates them meanwhile.
 _FIRST_RANK_SECONDS = 2.0
-_AGAIN_SECONDS = 0.05
-_READER_IS_GONE = 128 + signal.SIGPIPE
+_RETRY_SECONDS = 0.05
+_BROKEN_PIPE = 128 + signal.SIGPIPE
 _REQUIRED_PACKAGES = frozenset(
     {"torch", "deepspeed", "numpy", "safetensors", "tokenizers", "tensorboard", "yaml", "jinja2", "orjson", "tqdm"}
 )
@@ -35,7 +35,7 @@ _REQUIRED_PACKAGES = frozenset(
 
 @dataclass
 class _Ending:
-    """Who is told of an error, the error that was told of last, and whether `exit_with` runs this process."""
+    """Listeners, the last reported error, and whether `exit_with` runs this process."""
 
     listeners: list[FailureListener] = field(default_factory=list)
     recorders: list[FailureListener] = field(default_factory=list)
@@ -47,31 +47,31 @@ _ENDING = _Ending()
 
 
 def interrupt_on_sigterm() -> None:
-    """Handles SIGTERM like Ctrl-C, so that a program cleans up before it ends."""
+    """Handles SIGTERM like Ctrl-C, so that a program cleans up before it exits."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGALRM, _interrupt)
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
+    """Raised by SIGTERM."""
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises, but not inside a finalizer, where Python would drop the exception: there the signal comes again."""
+    """Raises `_Terminated`; in a finalizer, where Python ignores exceptions, repeats the signal later."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_SECONDS)
+            signal.setitimer(signal.ITIMER_REAL, _RETRY_SECONDS)
             return
         frame = frame.f_back
     raise _Terminated
 
 
 def on_failure(listener: FailureListener, *, only_if_shown: bool = False) -> Callable[[], None]:
-    """Registers a listener for the error that ends this process; the function that is returned removes it.
+    """Registers a listener for the error that ends this process; returns a function that unregisters it.
 
     Args:
-        only_if_shown: call it when the error is about to be shown, not at once: a launcher may end this rank first,
-            because another one had the same error.
+        only_if_shown: call it only when the error is about to be printed: a launcher may end this rank before, because
+            another rank had the same error.
     """
     listeners = _ENDING.recorders if only_if_shown else _ENDING.listeners
     listeners.append(listener)
@@ -79,30 +79,30 @@ def on_failure(listener: FailureListener, *, only_if_shown: bool = False) -> Cal
 
 
 def show_failure(failure: BaseException) -> int:
-    """Tells the listeners of the error that ends this process, and shows it unless one of them does; only once.
+    """Notifies the listeners of the error that ends this process, and prints it unless one of them does; only once.
 
     Returns:
-        the exit code that belongs to the error.
+        the exit code of the error.
     """
     code, text = _describe(failure)
     if _ENDING.shown is not failure:
         _ENDING.shown = failure
         if not log.is_first_rank() and isinstance(failure, MegatronError) and failure.is_on_all_ranks:
-            time.sleep(_FIRST_RANK_SECONDS)  # rank 0 shows it before the launcher notices this rank
+            time.sleep(_FIRST_RANK_SECONDS)  # rank 0 prints it before the launcher notices that this rank has exited
             return code
-        _show(code, text, is_shown=code == _READER_IS_GONE)
+        _show(code, text, is_shown=code == _BROKEN_PIPE)
     return code
 
 
 def record_failure(code: int, text: str) -> None:
-    """Tells those who registered with `only_if_shown` of an error that this rank shows, its own or another's."""
+    """Notifies the `only_if_shown` listeners of an error that this rank prints."""
     for recorder in list(_ENDING.recorders):
         recorder(code, text)
 
 
 @contextlib.contextmanager
 def showing_failures() -> Iterator[None]:
-    """Shows an error that leaves the block before what encloses the block is closed, which may wait for other ranks."""
+    """Prints an error that leaves the block before enclosing contexts are closed, which may wait for other ranks."""
     try:
         yield
     except Exception as failure:
@@ -111,10 +111,10 @@ def showing_failures() -> Iterator[None]:
 
 
 def end_process(code: int, text: str, *, is_shown: bool = False) -> NoReturn:
-    """Ends the process from any thread, even if the main thread is stuck, after showing why.
+    """Prints an error and ends the process, from any thread, even if the main thread is stuck.
 
     Args:
-        is_shown: the error has been shown, or another rank shows it.
+        is_shown: the error was already printed, possibly by another rank.
     """
     _show(code, text, is_shown=is_shown, waits_for_first=False)
     with contextlib.suppress(OSError, ValueError):
@@ -123,15 +123,15 @@ def end_process(code: int, text: str, *, is_shown: bool = False) -> NoReturn:
 
 
 def is_program() -> bool:
-    """Whether `exit_with` runs this process, so that an error that leaves its entry point ends it."""
+    """True if `exit_with` runs this process, so that an error in its entry point ends it."""
     return _ENDING.is_program
 
 
 def exit_with(main: Callable[[], int | None]) -> NoReturn:
-    """Runs an entry point and ends the process with its exit code.
+    """Runs an entry point and exits with its exit code.
 
-    A `MegatronError` is shown as its text, anything else with its traceback. A process that failed ends without running
-    exit handlers: there a distributed one would wait for ranks that have ended.
+    A `MegatronError` is printed as its text, any other exception with its traceback. After a failure, exit handlers do
+    not run: in a distributed process they would wait for ranks that have exited.
     """
     _ENDING.is_program = True
     try:
@@ -141,7 +141,7 @@ def exit_with(main: Callable[[], int | None]) -> NoReturn:
     try:
         is_flushed = log.flush()
     except BrokenPipeError:
-        code, is_flushed = code or _READER_IS_GONE, False
+        code, is_flushed = code or _BROKEN_PIPE, False
     if code not in (ExitCode.DONE, ExitCode.USAGE) or not is_flushed:
         os._exit(code)  # Python would end with 120 after a failed flush
     sys.exit(code)
@@ -152,22 +152,22 @@ def _describe(failure: BaseException) -> tuple[int, str]:
     if isinstance(failure, MegatronError):
         return int(failure.exit_code), masked(str(failure))
     if isinstance(failure, _Terminated):
-        return 128 + signal.SIGTERM, "ended by SIGTERM"
+        return 128 + signal.SIGTERM, "terminated by SIGTERM"
     if isinstance(failure, KeyboardInterrupt):
         return 128 + signal.SIGINT, "interrupted from the keyboard"
     if isinstance(failure, BrokenPipeError) and log.is_reader_gone():
-        return _READER_IS_GONE, "nobody reads the output any more"
+        return _BROKEN_PIPE, "output pipe closed"
     if isinstance(failure, ModuleNotFoundError) and failure.name in _REQUIRED_PACKAGES:
         return ExitCode.USAGE, (
-            f"{failure.name} is not installed for {sys.executable}. Use the environment that the project is installed "
-            "in (after examples/quickstart.sh: source .venv/bin/activate), or install it here: pip install -e ."
+            f"{failure.name} is not installed for {sys.executable}. Activate the environment of the project (after "
+            "examples/quickstart.sh: source .venv/bin/activate), or install it here: pip install -e ."
         )
     return 1, masked("".join(traceback.format_exception(failure)))
 
 
 def _show(code: int, text: str, *, is_shown: bool = False, waits_for_first: bool = True) -> None:
     shown_elsewhere = any([listener(code, text) for listener in list(_ENDING.listeners)]) or is_shown
-    if not log.is_first_rank() and waits_for_first and not shown_elsewhere:  # the launcher may end this rank before
+    if not log.is_first_rank() and waits_for_first and not shown_elsewhere:  # the launcher may end this rank meanwhile
         time.sleep(_FIRST_RANK_SECONDS)
     if not shown_elsewhere:
         record_failure(code, text)

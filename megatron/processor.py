@@ -1,4 +1,4 @@
-"""What Linux says of this machine's CPU."""
+"""The CPU of this machine, as reported by Linux."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_features() -> frozenset[str]:
-    """The instruction sets, as Linux names them; empty where it does not say."""
+    """Instruction sets, as Linux names them; empty if unknown."""
     return frozenset(_line("flags|Features").split())
 
 
 @cache
 def cpu_vendor() -> str:
-    """Who made it, such as `GenuineIntel` or `AuthenticAMD`; empty where Linux does not say."""
+    """The vendor, such as `GenuineIntel` or `AuthenticAMD`; empty if unknown."""
     return _line("vendor_id")
 
 

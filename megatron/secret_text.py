@@ -1,13 +1,11 @@
-"""Texts that hold a secret, such as the address of a database with its password, and what is shown of them.
+"""Masking of secrets, such as the password in the address of a database.
 
-`guarded` turns such a text into a `SecretText`: a string that reads as its masked form wherever a string is read, so
-that no message, record or log can hold the secret by accident. `reveal` gives the text as it was written and is called
-where a connection is opened, nowhere else.
+`guarded` converts a text with a secret to a `SecretText`: a string whose value is the masked form, so that no message,
+record or log contains the secret by accident. `reveal` returns the original and is called only to open a connection.
 
-What is shown of an address is what is known to be harmless: scheme, user name, hosts, path, and the options listed
-here. The values of all other options are masked. `masked` also masks what is a secret by its form wherever it is:
-`user:password@host`, an authorization, tokens of well-known services. Only forms that ordinary text does not have are
-among them, so that an e-mail address or `tp2@pp2` stays as it is.
+Of an address only harmless parts are shown: scheme, user name, hosts, path, and the options listed here; the values of
+all other options are masked. `masked` also masks secrets in ordinary text by their form: `user:password@host`,
+authorization headers, tokens of well-known services. It leaves an e-mail address or `tp2@pp2` unchanged.
 """
 
 from __future__ import annotations
@@ -20,14 +18,14 @@ from urllib.parse import quote, quote_plus, unquote, unquote_plus
 MASK = "***"
 _SCHEME = r"(?:(?i:mongodb(?:\+srv)?):/+|[A-Za-z][\w+.-]*://|[\w+.-]*//(?=[^\s/:@]*:\S*@))"  # the last, mistyped
 _STARTS_AS_ADDRESS = re.compile(rf"\s*{_SCHEME}")
-# In a longer text an address ends at a blank; only a password may hold blanks, and then an @ follows. Behind a password
-# that is masked already, words with an @ may follow.
+# In a longer text an address ends at a space; only a password may contain spaces, and is followed by an @. After an
+# already masked password, words with an @ may follow.
 _ADDRESS = re.compile(rf"{_SCHEME}(?:[^\s:/@?]*:(?!\d*(?:[,/?\s]|$)|\*{{3}}(?!\w))[^@]*@\S*|\S*)")
 _WITHOUT_USER = ("sqlite:", "hf:", "file:")
 _USER_IS_NO_SECRET = "mongodb"
 _PLAIN_USER = re.compile(r"[\w.%+~$-]*")
 _WRONG_PORT = re.compile(r":(?!\d*$)(.*)$", re.DOTALL)
-# Options of a connection string that hold nothing secret, in lower case, and the options of our own addresses.
+# Harmless options of connection strings in lower case, and the options of our addresses.
 _HARMLESS = """
     table collection column field split
     appname authmechanism authsource compressors connect connecttimeoutms datetime_conversion directconnection
@@ -40,7 +38,7 @@ _HARMLESS = """
     zlibcompressionlevel
 """
 _SHOWN_OPTIONS = frozenset(_HARMLESS.split())
-# What every form has in small letters, so that ordinary lines cost next to nothing.
+# Every match contains one of these in lower case; a cheap test for ordinary lines.
 _AUTHORIZATION_SIGNS = ("authorization", "api-key", "bearer")
 _ASSIGNED_SIGNS = ("_token", "_key", "_secret", "password")
 _TOKEN_SIGNS = ("hf_", "api_org_", "sk-", "gh", "github_pat_", "glpat-", "akia", "asia", "xox", "eyj")
@@ -81,15 +79,15 @@ _FORMS = ((_AUTHORIZATION, _AUTHORIZATION_SIGNS), (_ASSIGNED, _ASSIGNED_SIGNS), 
 
 
 class SecretText(str):
-    """A text whose characters are its masked form; `reveal` alone gives what was written.
+    """A string whose value is the masked form; only `reveal` returns the original.
 
-    Two of them are equal when their masked forms are: a password may change between the starts of a run. Whatever is
-    made of one (a slice, a sum, JSON, a copy by `dataclasses.asdict`) is a plain text without the secret. Only handing
-    the object itself to a worker process carries the secret along.
+    Two are equal if their masked forms are: a password may change between starts of a run. Anything derived from one (a
+    slice, a sum, JSON, a copy by `dataclasses.asdict`) is a plain string without the secret. Only pickling the object
+    for a worker process includes it.
 
     Args:
         shown: the masked form.
-        secret: the text as it was written.
+        secret: the original text.
     """
 
     __slots__ = ("_secret",)
@@ -114,7 +112,7 @@ class SecretText(str):
 
 
 def guarded(text: str) -> str:
-    """The text, as a `SecretText` if an address in it holds a secret."""
+    """The text, as a `SecretText` if an address in it has a secret."""
     if isinstance(text, SecretText):
         return text
     shown = _with_masked_addresses(text)
@@ -122,12 +120,12 @@ def guarded(text: str) -> str:
 
 
 def reveal(text: str) -> str:
-    """The text as it was written, with its secret if it holds one."""
+    """The original text, including secrets."""
     return text.reveal() if isinstance(text, SecretText) else text
 
 
 def masked(text: str) -> str:
-    """A text with `***` in place of every secret in it: of addresses, and of what is one by its form."""
+    """Replaces every secret in a text by `***`."""
     shown = _with_masked_addresses(text)
     small = shown.lower()
     for form, signs in _FORMS:
@@ -137,7 +135,7 @@ def masked(text: str) -> str:
 
 
 def masked_values(value: Any) -> Any:
-    """A tree of JSON whose texts are masked, for a record of what a program was given."""
+    """Masks all strings in a JSON tree, for records of a program's arguments."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, Mapping):
@@ -147,8 +145,8 @@ def masked_values(value: Any) -> Any:
     return value
 
 
-def _masked_form(found: re.Match[str]) -> str:
-    return "".join(kept for kept in found.groupdict().values() if kept) + MASK
+def _masked_form(match: re.Match[str]) -> str:
+    return "".join(kept for kept in match.groupdict().values() if kept) + MASK
 
 
 def _with_masked_addresses(text: str) -> str:
@@ -158,28 +156,28 @@ def _with_masked_addresses(text: str) -> str:
         return text
     if _STARTS_AS_ADDRESS.match(text) and MASK not in text:
         return _mask_address(text)[0]
-    return _ADDRESS.sub(lambda found: _mask_address(found.group())[0], text)
+    return _ADDRESS.sub(lambda match: _mask_address(match.group())[0], text)
 
 
 def without_secret(message: str, text: str) -> str:
-    """What a foreign program says of an address, unless it repeats a secret of it.
+    """The message of a foreign program about an address, unless it repeats a secret.
 
     Args:
         message: of a driver, for example.
-        text: the address that it was given.
+        text: the address.
     """
     forms: set[str] = set()
-    for found in _ADDRESS.findall(reveal(text)) or [reveal(text)]:
-        for part in _mask_address(found)[1]:
+    for address in _ADDRESS.findall(reveal(text)) or [reveal(text)]:
+        for part in _mask_address(address)[1]:
             for plain in (part, unquote(part), unquote_plus(part)):
                 forms |= {plain, quote(plain), quote(plain, safe=""), quote_plus(plain), repr(plain)[1:-1]}
     if any(form and form in message for form in forms):
-        return "the message of the driver is left out, since it repeats a part of the address that is secret"
+        return "the driver's message is omitted, since it contains a secret part of the address"
     return masked(message)
 
 
 def _mask_address(address: str) -> tuple[str, list[str]]:
-    """The masked form of an address, and what was masked."""
+    """The masked form of an address, and the masked parts."""
     start, scheme, rest = re.split(rf"({_SCHEME})", address, maxsplit=1)
     secrets: list[str] = []
     shown = start + scheme
@@ -187,9 +185,9 @@ def _mask_address(address: str) -> tuple[str, list[str]]:
     if at >= 0:
         shown += _mask_user(scheme, rest[:at], secrets) + "@"
         rest = rest[at + 1 :]
-    place, mark, options = rest.partition("?")
-    place, fragment_mark, fragment = place.partition("#")
-    hosts, slash, path = place.partition("/")
+    location, mark, options = rest.partition("?")
+    location, fragment_mark, fragment = location.partition("#")
+    hosts, slash, path = location.partition("/")
     if not scheme.lower().startswith(_WITHOUT_USER):
         hosts = ",".join(_mask_port(host, secrets) for host in hosts.split(","))
     shown += hosts + slash + path + fragment_mark + _mask_whole(fragment, secrets) + mark
@@ -203,12 +201,12 @@ def _mask_user(scheme: str, user: str, secrets: list[str]) -> str:
 
 
 def _mask_port(host: str, secrets: list[str]) -> str:
-    """Masks what stands in place of a port: a password whose @ and host were forgotten."""
+    """Masks an invalid port: a password whose @ and host were forgotten."""
     start = host.find("]") + 1  # after an IPv6 address
-    found = _WRONG_PORT.search(host, start)
-    if found is None:
+    match = _WRONG_PORT.search(host, start)
+    if match is None:
         return host
-    return host[: found.start(1)] + _mask_whole(found.group(1), secrets)
+    return host[: match.start(1)] + _mask_whole(match.group(1), secrets)
 
 
 def _mask_option(option: str, secrets: list[str]) -> str:

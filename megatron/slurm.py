@@ -1,4 +1,4 @@
-"""The Slurm job around a process, and Slurm's shorthand for host names, `node[003-007,011],login`, written out."""
+"""The Slurm job of a process, and expansion of Slurm host lists such as `node[003-007,011],login`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron.errors import LaunchError
 
-_MOST_HOSTS = 65_536  # as in Slurm, whose own programs refuse more
+_MOST_HOSTS = 65_536  # as in Slurm's own programs
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -18,12 +18,12 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """The nodes that Slurm gave to a job, as its batch script or shell sees them.
+    """The allocation of a job, as seen by its batch script or shell.
 
     Args:
         hosts: in Slurm's order; rank 0 runs on the first.
-        tasks_per_node: as asked for, else one for each GPU of this node; None if Slurm says neither.
-        master_address: the value of MASTER_ADDR, if it is set.
+        tasks_per_node: as requested, else one per GPU of this node; None if Slurm sets neither.
+        master_address: MASTER_ADDR, if set.
     """
 
     job: str
@@ -37,10 +37,10 @@ class SlurmJob:
 
 
 def find_slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
-    """The job around this process; None outside of one.
+    """The job of this process; None outside a job.
 
     Raises:
-        LaunchError: the node list or a number cannot be read.
+        LaunchError: the node list or a number cannot be parsed.
     """
     nodelist = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodelist:
@@ -57,12 +57,12 @@ def find_slurm_job(environ: Mapping[str, str]) -> SlurmJob | None:
 def expand_hostlist(text: str) -> list[str]:
     """Expands a host list: `node[003-004,011],login` is node003, node004, node011, login.
 
-    A number keeps the leading zeros of the start of its range. A name may have several pairs of brackets, such as
-    `r[0-1]n[1-2]`: the last one runs fastest, then the first, as Slurm has it. What follows the last pair is kept,
-    which Slurm refuses.
+    Numbers keep the leading zeros of the start of their range. A name may have several pairs of brackets, such as
+    `r[0-1]n[1-2]`: the last one varies fastest, then the first, as in Slurm. Unlike Slurm, text after the last pair is
+    accepted.
 
     Raises:
-        LaunchError: brackets that do not match or are nested, a malformed range, no host, or too many hosts.
+        LaunchError: unbalanced or nested brackets, a malformed range, no host, or too many hosts.
 
     Source: the output of `scontrol show hostnames`, Slurm 22.05.
     """
@@ -70,8 +70,8 @@ def expand_hostlist(text: str) -> list[str]:
     hosts = [host for item in items if item for host in _expand_item(item, text)]
     if not hosts or re.search(r"[\[\]]", _BRACKETS.sub("", text)):
         raise LaunchError(
-            f"Cannot read the host list {text!r}. It must look like node[003-007,011]: names separated by commas, with "
-            f"numbers in brackets that are not nested."
+            f"Cannot parse the host list {text!r}. Expected names separated by commas, with numbers in brackets that "
+            f"are not nested, such as node[003-007,011]."
         )
     return hosts
 
@@ -80,14 +80,14 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     text = environ[name]
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise LaunchError(
-            f"{name}={text!r} is not a number of tasks. Slurm sets it; unset it if another job left it behind."
+            f"{name}={text!r} is not a number of tasks. Slurm sets this variable; unset it if it is from another job."
         )
     return int(text)
 
 
 def _expand_item(item: str, text: str) -> list[str]:
-    pieces = _BRACKETS.split(item)  # plain text and the insides of brackets in turn
-    plain, ranges = pieces[::2], [_numbers(inside, text) for inside in pieces[1::2]]
+    parts = _BRACKETS.split(item)  # alternating plain text and contents of brackets
+    plain, ranges = parts[::2], [_numbers(inside, text) for inside in parts[1::2]]
     if not ranges:
         return [item]
     count = math.prod(map(len, ranges))
@@ -102,13 +102,13 @@ def _expand_item(item: str, text: str) -> list[str]:
 
 
 def _numbers(inside: str, text: str) -> list[str]:
-    """The numbers of one pair of brackets, as they are written."""
+    """The numbers in one pair of brackets, as they appear in host names."""
     numbers: list[str] = []
     for part in inside.split(","):
         match = _RANGE.fullmatch(part.strip())
         first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
         if int(first) > int(last):
-            raise LaunchError(f"Cannot read the range {part!r} in the host list {text!r}. It must look like 003-007.")
+            raise LaunchError(f"Cannot parse the range {part!r} in the host list {text!r}. Expected, e.g., 003-007.")
         if int(last) - int(first) >= _MOST_HOSTS:
             raise _too_many(part, int(last) - int(first) + 1)
         numbers.extend(f"{value:0{len(first)}d}" for value in range(int(first), int(last) + 1))
@@ -116,4 +116,4 @@ def _numbers(inside: str, text: str) -> list[str]:
 
 
 def _too_many(part: str, count: int) -> LaunchError:
-    return LaunchError(f"{part!r} means {count} hosts, and a host list may hold {_MOST_HOSTS}. Check the range.")
+    return LaunchError(f"{part!r} expands to {count} hosts; at most {_MOST_HOSTS} are allowed. Check the range.")

@@ -9,7 +9,10 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
-prepare_environment test
+case "${1:-}" in
+    --all | --changed) prepare_environment test-all ;;
+    *) prepare_environment test ;;
+esac
 if [ -z "${CI:-}" ]; then  # what shrank stays small
     "$PYTHON" -m tests.helpers.architecture.budget
     "$PYTHON" -m tests.helpers.architecture.wording >/dev/null

@@ -86,8 +86,8 @@ def test_a_copy_that_cannot_be_written_is_one_warning(copy: Path, capsys: pytest
     log.warn_of_lost_output()
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if "warning" in line] == [
-        f"warning: {copy} cannot be written: File too large. The run continues and tries again at every message.",
-        f"warning: {copy} lacks 4 messages (File too large).",
+        f"warning: {copy} cannot be written: File too large. The run continues and retries with every message.",
+        f"warning: 4 messages are missing in {copy} (File too large).",
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_behind_the_output_ends_no_run_but_a_tool() -> None:
         )
     assert (kept.returncode, kept.stderr) == (
         0,
-        "warning: the standard streams lack 3 messages (No space left on device).\n",
+        "warning: 3 messages are missing in the standard streams (No space left on device).\n",
     )
     assert ended.returncode == 1 and "No space left on device" in ended.stderr
 
@@ -261,11 +261,11 @@ def test_what_takes_long_is_shown_while_nothing_else_is(
         while shown.count("... waiting for the test") < 2:
             shown += capsys.readouterr().err
             time.sleep(0.01)
-        monkeypatch.setattr(log._OUTPUT, "status", log._Status(is_own=True, took_lines=False))
-        time.sleep(0.1)
-        capsys.readouterr()
-        time.sleep(0.3)
-        assert capsys.readouterr().err == "", "a bar shows as much"
+        monkeypatch.setattr(log._OUTPUT, "status", log._Status(is_drawn_here=True, toggles_lines=False))
+        deadline = time.monotonic() + 60
+        while capsys.readouterr().err:  # a line that was under way
+            assert time.monotonic() < deadline, "a bar shows as much"
+            time.sleep(0.3)
     log.info("ready")
     assert capsys.readouterr().err.endswith("ready\n")
 
@@ -320,7 +320,7 @@ def test_sigterm_in_a_finalizer_ends_the_program() -> None:
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert finished.returncode == 128 + 15, finished.stderr
-    assert "ended by SIGTERM" in finished.stderr
+    assert "terminated by SIGTERM" in finished.stderr
 
 
 class Listener:
@@ -406,6 +406,6 @@ def test_an_error_that_is_shown_already_is_passed_on_and_not_repeated(
 
 def test_a_missing_package_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert process_exit.show_failure(ModuleNotFoundError("No module named 'torch'", name="torch")) == ExitCode.USAGE
-    assert f"torch is not installed for {sys.executable}. Use the environment" in capsys.readouterr().err
+    assert f"torch is not installed for {sys.executable}. Activate the environment" in capsys.readouterr().err
     assert process_exit.show_failure(ModuleNotFoundError("No module named 'other'", name="other")) == 1
     assert "No module named 'other'" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def run(flags: PreprocessFlags) -> int:
     from trident.corpus.inputs.input_paths import InputPart, Shard, expand_inputs, read_separator
     from trident.corpus.preprocess.encode import EncodeOptions
     from trident.corpus.preprocess.partitions import divide, preprocess_in_parts
-    from trident.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
+    from trident.corpus.preprocess.preprocess_corpus import preprocess, warn_if_no_tokens
     from trident.corpus.preprocess.sentences import SentenceSplitter
     from trident.corpus.workers.progress_line import ProgressLine
 
@@ -162,7 +162,7 @@ def run(flags: PreprocessFlags) -> int:
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
         f"skipped {result.empty} empty documents and {result.skipped} bad lines."
     )
-    warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
+    warn_if_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
     return 0
 
 

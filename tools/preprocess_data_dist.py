@@ -137,7 +137,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     from megatron.tokenizers.tokenizer import TokenizerChoice
     from trident.corpus.preprocess.distributed import DocumentDraw, preprocess_on_ranks, share_of_rank
     from trident.corpus.preprocess.encode import EncodeOptions
-    from trident.corpus.preprocess.preprocess_corpus import warn_of_no_tokens
+    from trident.corpus.preprocess.preprocess_corpus import warn_if_no_tokens
     from trident.corpus.preprocess.sentences import SentenceSplitter
     from trident.corpus.workers.progress_line import ProgressLine
 
@@ -158,7 +158,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
         f"skipped {result.empty} empty documents and {result.skipped} bad lines."
     )
     if ranks.rank == 0:
-        warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
+        warn_if_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
 
 
 def _line_writer(interval_seconds: int) -> Callable[[str], None]:

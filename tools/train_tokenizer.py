@@ -92,10 +92,10 @@ def main() -> int:
     """Runs the tool on the command line's flags."""
     flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
     from megatron.tokenizers.tokenizer_files import require_tokenizers
-    from trident.corpus.vocabulary.learning import check_vocabulary_place, save_vocabulary, special_tokens
+    from trident.corpus.vocabulary.learning import check_vocabulary_writable, save_vocabulary, special_tokens
 
     require_tokenizers()
-    check_vocabulary_place(flags.output_prefix, flags.model_type)
+    check_vocabulary_writable(flags.output_prefix, flags.model_type)
     special = special_tokens(flags.special_tokens, flags.nspecial)
     files = _train(flags, special)
     paths = save_vocabulary(flags.output_prefix, files)

@@ -102,7 +102,7 @@ def chosen_parts(names: str) -> list[str]:
     wanted = list(PARTS) if names == "all" else [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in PARTS]
     if unknown:
-        raise ConfigError(f"--parts {names}: there is no part {', '.join(unknown)}. Use {', '.join(PARTS)}, or all.")
+        raise ConfigError(f"--parts {names}: unknown part {', '.join(unknown)}. Use {', '.join(PARTS)}, or all.")
     return [name for name in PARTS if name in wanted]
 
 

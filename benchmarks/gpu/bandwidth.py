@@ -1,4 +1,4 @@
-"""Every compiled operation: bytes per second beside a copy, and time beside torch, eager and compiled."""
+"""Bandwidth of every compiled operation relative to a copy, and its time relative to eager and compiled torch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class MeasuredStep(NamedTuple):
 
 
 def planned_step(step: MeasuredStep, device: Device) -> LayoutEstimate:
-    """What the planner says of such a step."""
+    """The planner's prediction for the step."""
     flags = [*SHAPES[step.network].flags, "--bf16", "--seq-length", str(step.length)]
     flags += ["--max-position-embeddings", str(step.length), "--micro-batch-size", str(TOKENS // step.length)]
     _, request = read_plan_request(flags)

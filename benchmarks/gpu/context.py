@@ -1,4 +1,4 @@
-"""What every part is given: where it runs, how large, and where its figures go."""
+"""The context of every part: its device, its size, and the destination of its figures."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Context:
 
     @property
     def is_tiny(self) -> bool:
-        """Whether only the harness is tried."""
+        """True for a trial of the harness only."""
         return self.scale == TINY
 
     @property
     def recorder(self) -> Recorder:
-        """Where the figures go."""
+        """The destination of the figures."""
         return Recorder(self.output, self.part)

@@ -1,4 +1,4 @@
-"""A slice of a Mixtral-like network on one GPU: a kernel for all experts beside one product each, and a capacity."""
+"""A slice of a Mixtral-like network on one GPU: one kernel compared with one product per expert, and a capacity."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _measure_training(context: Context, shape: Shape, length: int, micro_batch: 
 
 
 def _compare(context: Context, ratio: float, **details: str) -> None:
-    """Records how much faster the kernel is; where there is none, both are the loop."""
+    """Records the speedup of the kernel; without one, both are the loop."""
     target = FASTER if context.device.type == "cuda" else None
     context.recorder.figure("grouped kernel in times of the loop", ratio, "", target=target, **details)
 
@@ -103,7 +103,7 @@ def _operands(context: Context, shape: Shape, counts: list[int]) -> tuple[torch.
 
 @contextlib.contextmanager
 def _products_by(form: str) -> Iterator[None]:
-    """Has experts multiply one after another, whatever the device could do, if that is asked for."""
+    """Forces one product per expert, if requested, whatever the device supports."""
     if form != LOOP:
         yield
         return

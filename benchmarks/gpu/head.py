@@ -1,4 +1,4 @@
-"""Output head and cross-entropy, forward and backward: time and peak memory beside the unfused products."""
+"""Output head and cross-entropy, forward and backward: time and peak memory compared with unfused products."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIME, MEMORY = Target(at_most=1.05), Target(at_most=0.25)
 
 
 def measure_head(context: Context) -> None:
-    """Ours in chunks; beside it, the three matrix products alone, and torch's linear layer with its cross-entropy."""
+    """Ours in chunks, the three matrix products alone, and torch's linear layer with its cross-entropy."""
     for tokens, channels, vocabulary in ((32, 16, 96),) if context.is_tiny else SIZES:
         _measure(context, tokens, channels, vocabulary)
 
@@ -69,7 +69,7 @@ def _compare(context: Context, times: dict[str, float], peaks: dict[str, int], o
 
 
 def _measured(context: Context, call: Callable[[], object]) -> tuple[float, int]:
-    """Seconds of a call, and the most bytes that it took beside its inputs."""
+    """Seconds of a call, and its peak memory besides its inputs, in bytes."""
     call()
     forget_memory(context.device)
     before = peak_bytes(context.device)

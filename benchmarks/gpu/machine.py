@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Peak:
-    """What a datasheet promises.
+    """The peak figures of a datasheet.
 
     Attributes:
         name: part of the device's name; the first entry that fits counts.
@@ -56,7 +56,7 @@ def peak_of(device_name: str) -> Peak | None:
 
 
 def describe(device: torch.device, commit: str | None = None) -> dict[str, object]:
-    """What a reader has to know about the machine."""
+    """The facts about the machine that figures depend on."""
     found: dict[str, object] = {
         "device": device_name(device),
         "processor": f"{os.cpu_count()} cores, {platform.machine()}",
@@ -82,7 +82,7 @@ def describe(device: torch.device, commit: str | None = None) -> dict[str, objec
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or what stands for it where there is none."""
+    """The GPU's name, or a substitute without a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

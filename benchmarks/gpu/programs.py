@@ -54,7 +54,7 @@ def files_of_gpu_tests(folder: Path) -> list[str]:
 
 
 def record_tests(context: Context, printed: str) -> None:
-    """Records what pytest's last line says."""
+    """Records the counts in pytest's last line."""
     counts = test_counts(printed)
     context.recorder.figure("tests passed", counts["passed"], "")
     context.recorder.figure("tests skipped", counts["skipped"], "")
@@ -94,7 +94,7 @@ def sanitize(context: Context) -> None:
 def run(
     context: Context, *words: str, before: Sequence[str] = (), seconds: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python with some words, within the part's time; what it prints is kept in a file beside the results."""
+    """Runs Python with arguments, within the part's time limit; its output is kept in a file next to the results."""
     command = [*before, sys.executable, *words]
     limit = context.seconds if seconds is None else seconds
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What the timed parts need, and what says whether they are right: the compiled operations, the programs of
+"""Prerequisites of the timed parts, and their correctness tests: the compiled operations, the programs of
 torch.compile, and the tests of what is new on a GPU. Nothing here is timed, so that all of it runs at the same time.
 """
 
@@ -21,7 +21,7 @@ COMPILED = (("124m", "1.3b"), ("llama1b",))
 
 
 def get_ready(context: Context) -> None:
-    """Builds the operations beside the peers' programs, then tests beside the last of these."""
+    """Builds the operations along with the peers' programs, then runs tests along with the last of these."""
     ends_at = time.monotonic() + context.seconds
     first = [_compiling(context, part) for part in COMPILED[0]]
     if has_compiled_kernels(context):

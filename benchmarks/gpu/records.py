@@ -24,7 +24,7 @@ class Target:
         return ", ".join([*parts, f"≤ {self.at_most:g}"] if self.at_most < math.inf else parts)
 
     def is_met(self, value: float) -> bool:
-        """Whether a value lies within the bounds."""
+        """True if a value is within the bounds."""
         return self.at_least <= value <= self.at_most
 
 

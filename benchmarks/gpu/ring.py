@@ -1,4 +1,4 @@
-"""A ring whose ranks are threads on one device, beside flash attention of the whole sample: what dividing it costs.
+"""The cost of ring attention: ranks as threads on one device, compared with flash attention of the whole sample.
 
 Messages are copies on the device, so that the ranks' computation is all that takes time besides.
 """
@@ -34,7 +34,7 @@ Passes = tuple[list[str], list[str]]  # what a rank did forward and backward, in
 
 
 class Wires:
-    """What the threads send each other: message n of a rank reaches the n-th receive of the next."""
+    """The messages between threads: message n of a rank reaches the n-th receive of the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +53,7 @@ class LocalPlan(RingPlan):
     wires: Wires = field(default_factory=Wires)
     events: list[str] = field(default_factory=list)
 
-    def send_on(self, sent: torch.Tensor) -> Any:
+    def rotate(self, sent: torch.Tensor) -> Any:
         """Puts a block where the next thread finds it."""
         number = self.events.count(SENT)
         self.events.append(SENT)
@@ -89,7 +89,7 @@ class LocalRing:
         ]
 
     def divided(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """What each rank has. Shapes: each `[b, a, s, d]` to `[b, a, s/ranks, d]`."""
+        """Splits tensors over the ranks. Shapes: each `[b, a, s, d]` to `[b, a, s/ranks, d]`."""
         return [[tensor[:, :, places].contiguous() for tensor in tensors] for places in self._places]
 
     def joined(self, parts: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def request_of(context: Context, shape: Shape, length: int, micro_batch: int, *m
 
 
 def has_compiled_kernels(context: Context) -> bool:
-    """Whether csrc/ops is built for the device."""
+    """True if csrc/ops is built for the device."""
     found = library()
     return found is not None and all(found.has(operation, context.device) for operation in ("norm", "adamw"))
 

@@ -41,7 +41,7 @@ class Span:
 
 
 def measure_trace(context: Context) -> None:
-    """Traces two steps of GPT 124M after a warm-up, and writes the trace beside the results."""
+    """Traces two steps of GPT 124M after a warm-up, and writes the trace next to the results."""
     shape = SHAPES["124m"].tiny() if context.is_tiny else SHAPES["124m"]
     length, micro_batch = (16, 2) if context.is_tiny else (1024, 16)
     on_gpu = context.device.type == "cuda"
@@ -85,7 +85,7 @@ def _class_of(name: str) -> str:
 
 
 def _kernels(found: profile, *, on_gpu: bool) -> list[Span]:
-    """What ran on the device: kernels, or operations of torch where there is no GPU."""
+    """The kernels on the device, or torch's operations without a GPU."""
     device_type = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
@@ -112,7 +112,7 @@ def _record(context: Context, kernels: Sequence[Span], waits: Counter[str]) -> N
 
 
 def busy_and_gaps(spans: Iterable[Span]) -> tuple[float, list[float]]:
-    """How long at least one span lasted, and the gaps between."""
+    """The time covered by at least one span, and the gaps between spans."""
     busy, gaps, ended_at = 0.0, [], None
     for span in sorted(spans, key=lambda span: span.began_at):
         if ended_at is not None and span.began_at > ended_at:

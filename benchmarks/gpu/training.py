@@ -191,7 +191,7 @@ def _record_rate(
 
 
 def _compare(context: Context, length: int) -> None:
-    """Records the ratio as soon as there is one, and again with each further contender: a part may be stopped."""
+    """Records the ratio as soon as it exists, and again with each further contender: a part may be stopped."""
     records = [record for record in read_records([context.output / RESULTS]) if record["part"] == context.part]
     rates = {record["details"]["of"]: record["value"] for record in records if record["figure"] == RATE}
     ours = [rate for name, rate in rates.items() if name.startswith("ours")]

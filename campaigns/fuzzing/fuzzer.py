@@ -1,7 +1,7 @@
 """Runs fuzz cases in child processes: hostile files are refused with a clear error, or are harmless.
 
 Each child reports the number of a case before it runs it, so a signal or a hang is attributed to its case and the other
-cases continue; the parent reads no hostile byte. A case may take two seconds of processor time and 256 MB plus twice
+cases continue; the parent reads no hostile byte. A case may take five seconds of processor time and 256 MB plus twice
 its input. It must raise a `MegatronError` that names the file and the position, or accept the files and obey the rules
 that its target checks.
 """
@@ -30,7 +30,7 @@ from megatron import log
 from megatron.errors import MegatronError
 
 CASES_PER_CHILD = 50
-CPU_SECONDS = 2.0
+CPU_SECONDS = 5.0  # twice what the costliest case takes on a machine with other work
 WALL_SECONDS = 120.0
 MEMORY_BYTES = 256 << 20
 ADDRESS_SPACE_BYTES = 6 << 30

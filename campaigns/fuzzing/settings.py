@@ -3,7 +3,7 @@
     python -m campaigns.run settings --cases 100000 --seed 1 --jobs 2
 
 A case must be refused by a `ConfigError`, or give a run configuration that can be resolved, recorded, shown, and read
-back, and settings that DeepSpeed takes; within two seconds of processor time and 256 MB.
+back, and settings that DeepSpeed takes; within the limits of `fuzzer.py`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def read_store(folder: Path, undamaged: Path, draw: Random) -> None:
     address = StoreAddress.of(path)
     check(_PASSWORD not in f"{address!r} {address.shown}", "the address shows its password")
     json.dumps([address.shown, address.only("x")]).encode()
-    reveal(address.place).encode()
+    reveal(address.target).encode()
 
 
 def _use(words: list[str], path: Path) -> RunConfig:

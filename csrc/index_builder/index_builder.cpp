@@ -1,4 +1,4 @@
-// Sample and blend order of Megatron-style data sets, and NumPy's shuffle, compiled.
+// Compiled sample order and blend order of Megatron-style data sets, and NumPy's shuffle.
 //
 // The same results as index_map.py, blend.py and sentence_map.py in megatron/data/order/ and NumPy, byte for byte, with less memory and
 // time. Large tables are bound by memory latency, so entries are prefetched.
@@ -36,7 +36,7 @@ inline void prefetch(const void* place) {
 #endif
 }
 
-// How many documents ahead lengths are prefetched.
+// Prefetch distance of lengths, in documents.
 constexpr std::int64_t kDocumentsAhead = 32;
 
 template <typename Id, typename Entry>
@@ -140,12 +140,12 @@ py::array build_sample_index(const py::array_t<std::int32_t, py::array::c_style>
     refuse("documents must be int32 or int64");
 }
 
-// How many swaps are drawn before they are carried out.
+// Number of swaps drawn before they are executed.
 constexpr std::int64_t kSwapsAhead = 128;
 
 // Continues a Fisher-Yates shuffle at `place`, the last entry that is not final, until the draws are used up.
-// An entry is swapped with one that is drawn from those up to it: the draw's low bits, drawn again while too large.
-// Returns the new place and the number of draws that were used.
+// An entry is swapped with one up to it, given by the draw's low bits; draws that are too large are rejected.
+// Returns the new `place` and the number of used draws.
 template <typename Entry>
 std::pair<std::int64_t, std::int64_t> settle(Entry* values, std::int64_t place, const std::uint32_t* draws,
                                              std::int64_t count) {
@@ -161,7 +161,7 @@ std::pair<std::int64_t, std::int64_t> settle(Entry* values, std::int64_t place, 
         for (; used < count && decided < kSwapsAhead && at > 0; ++used) {
             mask >>= static_cast<std::uint32_t>(at) <= (mask >> 1);
             const std::int64_t candidate = static_cast<std::int64_t>(draws[used] & mask);
-            // Too large draws are written and then overwritten, since a branch on them would be unpredictable.
+            // Rejected draws are written and then overwritten, since a branch on them would be unpredictable.
             const std::int64_t fits = candidate <= at;
             prefetch(values + (fits ? candidate : at));
             chosen[decided] = candidate;

@@ -1,7 +1,7 @@
-// Samples of whole sentences: which sentences of a document make up each, in Megatron's order, bit for bit.
+// Samples of whole sentences, in exactly Megatron's order.
 //
 // Source: the algorithm of bigscience Megatron-DeepSpeed, megatron/data/helpers.cpp (`build_mapping`). Its generators are
-// those of the C++ standard, whose numbers are the same everywhere.
+// those of the C++ standard, whose numbers are the same on all platforms.
 
 #pragma once
 
@@ -14,14 +14,14 @@ namespace sentence_map {
 
 struct Rules {
     std::int64_t epochs;           // most passes over the documents
-    std::int64_t samples;          // no further pass begins once there are as many
-    std::uint32_t most_tokens;     // where a sample ends, unless it is a short one
-    std::uint32_t short_ratio;     // one of this many samples is short; 0 for none
+    std::int64_t samples;          // no further pass starts once this many samples exist
+    std::uint32_t most_tokens;     // target length of a sample that is not short
+    std::uint32_t short_ratio;     // one in this many samples is short; 0 for none
     std::uint32_t seed;
     std::int64_t least_sentences;  // in a sample
 };
 
-// The number of tokens at which the next sample ends.
+// The target length of the next sample, in tokens.
 inline std::uint32_t draw_length(const Rules& rules, std::mt19937& random) {
     if (rules.short_ratio == 0) {
         return rules.most_tokens;
@@ -63,7 +63,7 @@ std::vector<Entry> build(const std::int32_t* lengths, const std::int64_t* firsts
             }
         }
         if (rows.size() == before) {
-            break;  // no pass will ever give one
+            break;  // no pass would add any
         }
     }
     std::mt19937_64 order(static_cast<std::uint64_t>(rules.seed) + 1);

@@ -21,8 +21,8 @@ from megatron.parallel.rank_start import begin_rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
-    words = sys.argv[1:] if argv is None else argv
-    flags, trainers = read_program(DsGpt2Flags, words, "ds_trainer.py", __doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags, trainers = read_program(DsGpt2Flags, arguments, "ds_trainer.py", __doc__ or "")
     return pretrain_gpt.train([*flags.trainer_arguments(), *trainers], flags.program)
 
 

@@ -138,7 +138,7 @@ class DsGpt2Flags(ProgramFlags):
 
     @property
     def program(self) -> Program:
-        """What dsGPT2's configuration files choose, where presets, files and flags win, and its lines."""
+        """dsGPT2's defaults, which presets, files and flags override, and its log style."""
         defaults = {
             "loss.loss_mean": "samples",
             "optim.lr": 1e-3 if self.train_mode == FINETUNE else 3.5e-4,
@@ -165,22 +165,27 @@ class DsGpt2Flags(ProgramFlags):
         """
         preset, context = _MODELS[self.model_select]
         train = 100 * self.tr_ratio
-        words = ["--model-preset", preset, "--seq-length", str(self.truncated_len or context)]
-        words += ["--vocab-file", self._vocabulary("*-vocab.json"), "--merge-file", self._vocabulary("*-merges.txt")]
-        words += ["--data-path", self.config_train, "--split", f"{train:.10g},{100 - train:.10g},0"]
-        words += ["--train-iters", str(self.train_iters), "--save", self._folder(self.workspace)]
-        words += ["--save-interval", str(self.ckpt_save_steps), "--checkpoint-link", "epoch{epoch}-step{step}"]
+        arguments = ["--model-preset", preset, "--seq-length", str(self.truncated_len or context)]
+        arguments += [
+            "--vocab-file",
+            self._vocabulary("*-vocab.json"),
+            "--merge-file",
+            self._vocabulary("*-merges.txt"),
+        ]
+        arguments += ["--data-path", self.config_train, "--split", f"{train:.10g},{100 - train:.10g},0"]
+        arguments += ["--train-iters", str(self.train_iters), "--save", self._folder(self.workspace)]
+        arguments += ["--save-interval", str(self.ckpt_save_steps), "--checkpoint-link", "epoch{epoch}-step{step}"]
         if self.wandb_dir:
-            words += ["--wandb-project", self.wandb_dir]
+            arguments += ["--wandb-project", self.wandb_dir]
         if self.train_mode == FINETUNE:
-            words += ["--chat-template", "dsgpt2", "--loss-on-targets-only"]
-            words += ["--copy-prompt-probability", f"{self.alpha:g}"] if self.alpha else []
-        return words + self._start()
+            arguments += ["--chat-template", "dsgpt2", "--loss-on-targets-only"]
+            arguments += ["--copy-prompt-probability", f"{self.alpha:g}"] if self.alpha else []
+        return arguments + self._start()
 
     def _start(self) -> list[str]:
-        """Where training begins: from scratch, from a checkpoint of its own, or from another network's checkpoint.
+        """The flags of the initial weights: none, a checkpoint of this run, or of another one.
 
-        The command of a fine-tuning that was interrupted continues by itself.
+        Repeating the command of an interrupted fine-tuning continues it.
         """
         if self.restart and (self.train_mode == PRETRAIN or self.ckpt_id is not None):
             source = Path(self.load_dir or self._folder(self.workspace))

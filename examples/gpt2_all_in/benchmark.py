@@ -66,31 +66,31 @@ class BenchmarkFlags(ProgramFlags):
         """The command line of tools/evaluate.py."""
         limit = ["--limit", str(_DEV_ITEMS)] if self.dev else []
         fitted = ["--train-data", self.train_data] if self.train_data is not None else []
-        words = ["--load", str(checkpoints_of(self.model)), *limit, *fitted]
+        arguments = ["--load", str(checkpoints_of(self.model)), *limit, *fitted]
         if self.task == _ALL:
-            return [*words, "--tasks", self.tasks or str(_HERE / "benchmarks.yaml")]
+            return [*arguments, "--tasks", self.tasks or str(_HERE / "benchmarks.yaml")]
         kind, items = _TASKS[self.task]
         data = str(self.data or items)
         published = ["detokenizer=wikitext"] if kind == "perplexity" and "wiki" in Path(data).name else []
-        return [*words, "--task", kind, "--data", data, "--set", f"name={self.task}", *published]
+        return [*arguments, "--task", kind, "--data", data, "--set", f"name={self.task}", *published]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmarks."""
     begin_rank()
     flags, others = read_program(BenchmarkFlags, sys.argv[1:] if argv is None else argv, "benchmark.py", __doc__ or "")
-    words = flags.trainer_arguments()
+    arguments = flags.trainer_arguments()
 
     from tools import evaluate
 
-    trained_on = None if "--train-data" in words else _training_data(Path(words[words.index("--load") + 1]))
+    trained_on = None if "--train-data" in arguments else _training_data(Path(arguments[arguments.index("--load") + 1]))
     fitted = ["--train-data", trained_on] if trained_on else []
     path = Path(flags.log_dir, "benchmark.log")  # of ranks that write nothing; they take part in checking the folder
     if log.is_first_rank():
         path = new_log(path.parent)
         log.copy_to(str(path))
     try:
-        return evaluate.main([*words, *fitted, "--output", str(path.with_suffix(".json")), *others])
+        return evaluate.main([*arguments, *fitted, "--output", str(path.with_suffix(".json")), *others])
     finally:
         log.copy_to(None)
 

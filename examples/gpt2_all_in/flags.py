@@ -171,13 +171,13 @@ class AllInOneFile:
 
     @property
     def text_folder(self) -> Path | None:
-        """Where a dataset that is text becomes token files, with a tokenizer trained on it; None for others."""
+        """The folder of tokenizer and token files for a text dataset; None for others."""
         source = self.trainer.dataset or ""
         if self.dataset == DEV or not (source.startswith(_HUB) or source.endswith(_TEXTS) or Path(source).is_dir()):
             return None
         return Path(self.trainer.log_path, ".full-" + re.sub(r"[^\w.-]+", "-", source).strip("-."))
 
-    def data_words(self) -> list[str]:
+    def data_arguments(self) -> list[str]:
         """The trainer's flags of data and tokenizer."""
         shipped = _from_here(_EXAMPLE / "data")
         if self.text_folder is not None:
@@ -186,13 +186,13 @@ class AllInOneFile:
             source = str(shipped / "dev_text_document") if self.dataset == DEV else self.trainer.dataset or ""
             learnt = shipped
         if self.trainer.valid_dataset is None:
-            words = ["--data-path", source, "--split", _HELD_OUT]
+            arguments = ["--data-path", source, "--split", _HELD_OUT]
         else:
-            words = ["--train-data-path", source, "--valid-data-path", self.trainer.valid_dataset]
+            arguments = ["--train-data-path", source, "--valid-data-path", self.trainer.valid_dataset]
         folder = Path(self.trainer.tokenizer or learnt)
         if folder == learnt != shipped or folder.is_file() or (folder / "tokenizer.json").is_file():
-            return [*words, "--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder)]
-        return [*words, "--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
+            return [*arguments, "--tokenizer-type", "PretrainedFromHF", "--tokenizer-name-or-path", str(folder)]
+        return [*arguments, "--vocab-file", str(folder / "vocab.json"), "--merge-file", str(folder / "merges.txt")]
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class AllInOneFlags(ProgramFlags):
         """
         style = ["--log-style", "all_in_one"]
         if self.resume is not None:
-            return [*_resumed_words(Path(self.resume)), *style]
+            return [*_resumed_arguments(Path(self.resume)), *style]
         file = read_all_in_one(self.path)
         run = f"{file.trainer.log_path}/{RUN}"
         saved = f"{file.trainer.ckpt_path}/{RUN}/ckpt"
@@ -223,7 +223,7 @@ class AllInOneFlags(ProgramFlags):
         return [
             *file.model.trainer_arguments(),
             *file.trainer.trainer_arguments(),
-            *file.data_words(),
+            *file.data_arguments(),
             *folders,
             *style,
             *length,
@@ -249,25 +249,25 @@ class AllInOneFlags(ProgramFlags):
         file = None if self.resume is not None else read_all_in_one(self.path)
         return file if file is not None and file.text_folder is not None else None
 
-    def wanted_device(self) -> str:
+    def requested_device(self) -> str:
         """The device in the file: auto, cpu or cuda."""
         return "auto" if self.resume is not None else read_all_in_one(self.path).trainer.device
 
 
-def command_line(own: ProgramFlags, others: Sequence[str]) -> list[str]:
-    """The words of a program's flags, then the trainer's, which win; a length among the latter replaces --epochs."""
-    words = own.trainer_arguments()
-    if _LENGTHS.intersection(word.partition("=")[0] for word in others) and "--epochs" in words:
-        place = words.index("--epochs")
-        words = words[:place] + words[place + 2 :]
-    return [*words, *others]
+def command_line(flags: ProgramFlags, others: Sequence[str]) -> list[str]:
+    """The arguments of a program's flags, then the trainer's, which take precedence; its length replaces --epochs."""
+    arguments = flags.trainer_arguments()
+    if _LENGTHS.intersection(argument.partition("=")[0] for argument in others) and "--epochs" in arguments:
+        index = arguments.index("--epochs")
+        arguments = arguments[:index] + arguments[index + 2 :]
+    return [*arguments, *others]
 
 
 def read_all_in_one(path: Path) -> AllInOneFile:
     """Reads and checks a configuration file.
 
     Raises:
-        ConfigError: with all problems at once, each naming file, key and what is allowed.
+        ConfigError: with all problems, each with file, key and allowed values.
     """
     tree = read_json(str(path), f"--config {path}")
     if not isinstance(tree, Mapping):
@@ -280,8 +280,8 @@ def read_all_in_one(path: Path) -> AllInOneFile:
     trainer, of_trainer = _read_section(AllInOneTrainer, "trainer", tree.get("trainer", {}))
     problems += [*of_model, *of_trainer]
     if dataset == FULL and trainer.dataset is None:
-        wanted = next(entry.facts.help for entry in flags_of(AllInOneTrainer) if entry.field == "dataset")
-        problems.append(f'"dataset" full needs "trainer.dataset", {wanted}.')
+        description = next(entry.facts.help for entry in flags_of(AllInOneTrainer) if entry.field == "dataset")
+        problems.append(f'"dataset" full needs "trainer.dataset", {description}.')
     if dataset == DEV and trainer.dataset is not None:
         problems.append(f'"trainer.dataset" {trainer.dataset} is for "dataset" full, not dev. Drop one of them.')
     if problems:
@@ -290,7 +290,7 @@ def read_all_in_one(path: Path) -> AllInOneFile:
 
 
 def _read_section(cls: type[Section], name: str, entries: Any) -> tuple[Section, list[str]]:
-    """One section with the entries of the file, and what is wrong with them."""
+    """Reads one section; returns it with its problems."""
     if not isinstance(entries, Mapping):
         return build_unchecked(cls, {}), [f'"{name}" must be an object, not {shown_value(entries)}.']
     flags = {entry.field: entry for entry in flags_of(cls)}
@@ -310,21 +310,21 @@ def _read_section(cls: type[Section], name: str, entries: Any) -> tuple[Section,
     return section, problems + [rule for rule in rules if not any(key in rule for key in unusable)]
 
 
-def _value(wanted: Flag, value: Any) -> Any:
-    """An entry of the type that a field has; a number in quotes is not one."""
-    if wanted.element is not str and isinstance(value, str):
+def _value(flag_of_key: Flag, value: Any) -> Any:
+    """Converts an entry to the type of its field; quoted numbers are rejected."""
+    if flag_of_key.element is not str and isinstance(value, str):
         names = {bool: "true or false", int: "an integer", float: "a number"}
-        raise ConfigError(f"must be {names[wanted.element]}, not {shown_value(value)}")
-    return value_from_file(wanted, value)
+        raise ConfigError(f"must be {names[flag_of_key.element]}, not {shown_value(value)}")
+    return value_from_file(flag_of_key, value)
 
 
 def _bounds_text(flag_of_key: Flag, value: Any) -> str:
-    """What a value that is out of bounds had to be."""
+    """The message for a value that is out of bounds."""
     facts = flag_of_key.facts
     if facts.choices:
         return f"must be one of {_listed(facts.choices)}, not {shown_value(value)}."
     bounds = {"at least": facts.at_least, "more than": facts.above, "at most": facts.at_most, "less than": facts.below}
-    allowed = " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+    allowed = " and ".join(f"{relation} {bound}" for relation, bound in bounds.items() if bound is not None)
     return f"must be {allowed}, not {shown_value(value)}."
 
 
@@ -339,8 +339,8 @@ def _unknown(key: str, section: str, known: Sequence[str]) -> str:
     return f'the key "{shown}" is unknown. {hint}Known are {_listed(known)}.'
 
 
-def _resumed_words(run: Path) -> list[str]:
-    """The flags of a run that continues in its folder, wherever that is now."""
+def _resumed_arguments(run: Path) -> list[str]:
+    """The flags that continue a run in its folder, even if it was moved."""
     if not (run / "config.json").is_file():
         raise ConfigError(f"--resume {run} is not the folder of a run: it holds no config.json.")
     if not (run / "ckpt").is_dir():
@@ -367,7 +367,7 @@ def checkpoints_of(model: str, runs: Path = Path("logs")) -> Path:
     """The folder of checkpoints that `--model` names: a path, the folder of a run, or the name of a run in `logs`.
 
     Raises:
-        ConfigError: there is none of the kind.
+        ConfigError: no such folder or run exists.
     """
     for folder in (Path(model), runs / model):
         if (folder / "ckpt").is_dir():
@@ -376,7 +376,7 @@ def checkpoints_of(model: str, runs: Path = Path("logs")) -> Path:
             return folder
     known = sorted(path.parent.name for path in runs.glob("*/ckpt")) if runs.is_dir() else []
     raise ConfigError(
-        f"--model {model} is neither a folder nor the name of a run in {runs} ({_listed(known) or 'there are none'}). "
+        f"--model {model} is neither a folder nor the name of a run in {runs} ({_listed(known) or 'empty'}). "
         "A model of the Hugging Face hub is downloaded and imported first: python tools/convert/import_hf.py FOLDER "
         "--save checkpoints/NAME."
     )

@@ -74,21 +74,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Fine-tunes, exports, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
     flags, others = read_program(SftFlags, sys.argv[1:] if argv is None else argv, "sft.py", __doc__ or "")
-    words = [
-        *_network_words(checkpoints_of(flags.model), flags.layers or (1 if flags.dev else 4)),
+    arguments = [
+        *_network_arguments(checkpoints_of(flags.model), flags.layers or (1 if flags.dev else 4)),
         *flags.trainer_arguments(),
     ]
-    code = pretrain_gpt.train([*words, *others], PROGRAM)
+    code = pretrain_gpt.train([*arguments, *others], PROGRAM)
     if code == 0 and log.is_first_rank():
         _export(flags.folder)
     return code
 
 
-def _network_words(checkpoints: Path, trained_layers: int) -> list[str]:
+def _network_arguments(checkpoints: Path, trained_layers: int) -> list[str]:
     """The flags of a checkpoint's architecture and tokenizer, and of what is frozen: all but the last layers and norm.
 
     Raises:
-        CheckpointError: there is no checkpoint.
+        CheckpointError: no checkpoint exists.
         ConfigError: it has fewer layers.
     """
     from megatron.checkpoint import newest_record
@@ -98,7 +98,7 @@ def _network_words(checkpoints: Path, trained_layers: int) -> list[str]:
 
     found = newest_record(checkpoints, ParallelMesh.single())
     if found is None:
-        raise CheckpointError(f"there is no checkpoint in {checkpoints} (--model). Give the folder of a run.")
+        raise CheckpointError(f"no checkpoint in {checkpoints} (--model). Use the folder of a run.")
     config = RunConfig.from_json(found.record["config"])
     model, choice = config.model, TokenizerChoice.of(config.data).or_copy_next_to(found.path)
     if trained_layers >= model.num_layers:
@@ -106,12 +106,12 @@ def _network_words(checkpoints: Path, trained_layers: int) -> list[str]:
             f"--layers {trained_layers} of the {model.num_layers} layers of {found.path} leaves nothing to freeze. "
             "Train fewer, or use pretrain_gpt.py --finetune."
         )
-    words = ["--seq-length", str(config.data.seq_length)]
+    arguments = ["--seq-length", str(config.data.seq_length)]
     for name, value in model_flags(model, choice, build_tokenizer(choice)):
-        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
+        arguments += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     frozen = [f"decoder.layers.{layer}.*" for layer in range(model.num_layers - trained_layers)]
     head = ["output_layer.*"] if model.untie_embeddings_and_output_weights else []
-    return [*words, "--freeze", "embedding.*", *frozen, *head]
+    return [*arguments, "--freeze", "embedding.*", *frozen, *head]
 
 
 def _export(run: Path) -> None:

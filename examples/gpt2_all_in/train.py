@@ -27,24 +27,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
     flags, others = read_program(AllInOneFlags, sys.argv[1:] if argv is None else argv, "train.py", __doc__ or "")
-    words, wanted, text = command_line(flags, others), flags.wanted_device(), flags.text()
+    arguments, requested, text = command_line(flags, others), flags.requested_device(), flags.text()
     if text is not None and text.text_folder is not None:
         from megatron.train.preflight.checks import checked_request
         from trident.corpus.training_text import TextRecipe, prepare_text
 
-        checked_request(read_flags(words, program=PROGRAM), has_data=False)
+        checked_request(read_flags(arguments, program=PROGRAM), has_data=False)
         recipe = TextRecipe('"trainer.dataset"', '"trainer.log_path"')
         with log.show_activity_when_quiet():
             prepare_text(text.trainer.dataset, text.trainer.tokenizer, text.text_folder, recipe)
 
     from megatron import device
 
-    if wanted not in ("auto", device.device_type()):
+    if requested not in ("auto", device.device_type()):
         log.warning(
-            f'{flags.path}: "trainer.device" is {wanted}, and this run computes on {device.device_type()}: the device '
-            "is picked automatically."
+            f'{flags.path}: "trainer.device" is {requested}, but this run uses {device.device_type()}: the device '
+            "is chosen automatically."
         )
-    return pretrain_gpt.train(words, PROGRAM)
+    return pretrain_gpt.train(arguments, PROGRAM)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
         )
 
     def hparams(self) -> dict[str, Any]:
-        """What hparams.json holds."""
+        """The content of hparams.json."""
         found = {name: value for name, value in dataclasses.asdict(self).items() if name not in _PLACES}
         return {**found, "num_iterations": self.num_iterations or _NUM_ITERATIONS}
 
@@ -216,7 +216,7 @@ def continued(flags: HelloDeepSpeedFlags) -> HelloDeepSpeedFlags:
     Flags of a new experiment are returned as they are.
 
     Raises:
-        ConfigError: the folder holds no experiment, or a flag was given that disagrees with it.
+        ConfigError: the folder holds no experiment, or a given flag contradicts it.
     """
     if flags.load_checkpoint_dir is None:
         return flags
@@ -244,16 +244,16 @@ def continued(flags: HelloDeepSpeedFlags) -> HelloDeepSpeedFlags:
         except ConfigError as failure:
             problems.append(f'{path}: "{name}" {failure.problems[0]}')
             continue
-        asked = getattr(flags, name)
+        requested = getattr(flags, name)
         if name not in flags.given:
             taken[name] = value
-        elif name not in _MAY_CHANGE and asked != value:
+        elif name not in _MAY_CHANGE and requested != value:
             problems.append(
-                f"--{name} {asked} was given, and the experiment in {flags.load_checkpoint_dir} has {value}. Drop the "
-                "flag, or begin a new experiment with --checkpoint_dir."
+                f"--{name} {requested} was given, but the experiment in {flags.load_checkpoint_dir} has {value}. Drop "
+                "the flag, or start a new experiment with --checkpoint_dir."
             )
         elif name == "num_iterations":
-            taken[name] = max(asked, value)
+            taken[name] = max(requested, value)
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(flags, **taken)

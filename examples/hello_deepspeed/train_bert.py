@@ -24,19 +24,19 @@ from megatron.parallel.rank_start import begin_rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
-    own, words = read_program(
+    flags, arguments = read_program(
         HelloDeepSpeedFlags, sys.argv[1:] if argv is None else argv, "train_bert.py", __doc__ or ""
     )
-    return run(own, words)
+    return run(flags, arguments)
 
 
-def run(own: HelloDeepSpeedFlags, words: Sequence[str]) -> int:
+def run(flags: HelloDeepSpeedFlags, arguments: Sequence[str]) -> int:
     """Prepares the dataset where that is still to be done, and trains; also for train_bert_ds.py."""
-    own = continued(own)
+    flags = continued(flags)
     from trident.corpus.training_text import prepare_text
 
-    prepare_text(own.dataset, own.tokenizer, own.prepared)
-    return pretrain_gpt.train([*own.trainer_arguments(), *words], own.program)
+    prepare_text(flags.dataset, flags.tokenizer, flags.prepared)
+    return pretrain_gpt.train([*flags.trainer_arguments(), *arguments], flags.program)
 
 
 if __name__ == "__main__":

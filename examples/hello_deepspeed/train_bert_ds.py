@@ -27,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from examples.hello_deepspeed import train_bert
 
     given = sys.argv[1:] if argv is None else argv
-    own, words = read_program(HelloDeepSpeedEngineFlags, given, "train_bert_ds.py", __doc__ or "")
-    return train_bert.run(own, words)
+    flags, arguments = read_program(HelloDeepSpeedEngineFlags, given, "train_bert_ds.py", __doc__ or "")
+    return train_bert.run(flags, arguments)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ class Storage:
         status = os.fstat(handle)
         if (kind := kind_of(status.st_mode)) is not None:
             os.close(handle)
-            raise OSError(errno.EINVAL, f"it is {kind}, and no plain file", str(path))
+            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
         return handle, status.st_size
 
     def read_into(self, handle: int, target: memoryview, offset_bytes: int) -> int:

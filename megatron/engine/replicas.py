@@ -1,13 +1,12 @@
-"""Finds values that should be the same on several ranks and are not.
+"""Detects replicas that differ between ranks.
 
-The copies of a norm on the ranks of a tensor-parallel group stay the same only because all of the ranks compute the
-same; so do the data-parallel copies of everything that ZeRO does not divide, and the copies of the word embeddings on
-the first and the last stage. After a flipped bit or a defect they drift apart, while the loss looks as before, and a
-checkpoint holds one rank's values.
+Replicated norms of a tensor-parallel group stay equal only because all ranks compute the same; so do data-parallel
+copies that ZeRO does not partition, and the word embeddings of the first and last stage. After a flipped bit or because
+of a bug they diverge, although the loss looks normal, and a checkpoint holds the values of a single rank.
 
-Copies are compared by digests, numbers that change with any single bit: one all-reduce per group of ranks, and no
-values, unless digests differ. Digests of the parts of a tensor add up to the digest of the whole, so that copies can be
-compared that ranks have divided differently among themselves.
+Replicas are compared by digests, which change with any single bit: one all-reduce per group of ranks, and no values
+unless digests differ. The digests of a tensor's parts sum to the digest of the whole, so replicas can be compared that
+ranks have partitioned differently.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from megatron.parallel.messages import all_gather_json, all_reduce_max, all_redu
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# Of the differing tensors of a group of ranks, this many are compared by value, and those that differ most described.
+# Differing tensors of a group of ranks to compare by value, and to describe, the largest difference first.
 _COMPARED, _DESCRIBED = 64, 3
 
 CHUNK = 1 << 18
-# Sums keep this many bits, so that the negative of a digest is one too.
+# Digests keep 62 bits, so that their negatives are in range.
 _KEPT = (1 << 62) - 1
 _WEIGHT, _CHUNK_WEIGHT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03  # any odd numbers
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -42,14 +41,14 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class Replica:
-    """Values of which all ranks of an axis hold a copy.
+    """Values that are replicated over an axis.
 
     Attributes:
         name: global name of the parameter.
-        kind: what of the parameter it is; "weight" is what the network computes with.
-        values: this rank's copy, or its part of a copy that is divided.
-        first: position of that part in the copy.
-        divided_over: the axis over whose ranks each copy is divided, not all of them alike; None for whole copies.
+        kind: the kind of values; "weight" is the network's weight.
+        values: this rank's copy, or its part of a partitioned copy.
+        first: offset of that part in the copy.
+        divided_over: the axis that partitions each copy, perhaps differently; None for whole copies.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Replica:
 
 @dataclass
 class _Shared:
-    """What the ranks of one axis hold copies of."""
+    """All values that are replicated over one axis."""
 
     axis: Axis
     replicas: list[Replica] = field(default_factory=list)
@@ -70,17 +69,17 @@ class _Shared:
 
 
 def find_differences(engine: Engine) -> list[str]:
-    """Compares all values of which several ranks hold copies; collective over the mesh.
+    """Compares all replicated values; collective over the mesh.
 
     Returns:
-        what differs between which ranks, the same on every rank; empty if nothing does.
+        Descriptions of the differences, the same on every rank; empty if there are none.
     """
     digester = Digester()
-    known: dict[tuple[str, Kind, int], torch.Tensor] = {}  # of values that are compared over several axes
+    known: dict[tuple[str, Kind, int], torch.Tensor] = {}  # digests, reused for values replicated over several axes
     shared: dict[str, _Shared] = {}
     for axis, replica in replicas(engine):
         shared.setdefault(axis.name, _Shared(axis)).replicas.append(replica)
-    # All ranks take the axes in the same order, so that none waits for a rank that waits for it.
+    # All ranks process the axes in the same order, to avoid deadlock.
     ordered = [copies for _, copies in sorted(shared.items())]
     for copies in ordered:
         copies.digests = _digests(copies, digester, known, engine.mesh.device)
@@ -94,10 +93,7 @@ def find_differences(engine: Engine) -> list[str]:
 
 
 def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
-    """Yields everything of which other ranks hold copies, with the axis over whose ranks they lie.
-
-    On all ranks of an axis, its entries come in the same order.
-    """
+    """Yields all replicated values with their axis, in the same order on all ranks of the axis."""
     mesh, tied = engine.mesh, {id(weight) for weight, _ in engine.tied}
     for parameter in engine.parameters():
         spec = shard_spec_of(parameter)
@@ -114,8 +110,8 @@ def replicas(engine: Engine) -> Iterator[tuple[Axis, Replica]]:
 
 
 def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis) -> Iterator[Replica]:
-    """What the ranks of an axis hold copies of: the weight of a parameter, its moments unless ZeRO divides them over
-    that axis, and its fp32 weight if that is another tensor.
+    """The values of a parameter that are replicated over an axis: its weight, its moments unless ZeRO partitions them
+    over that axis, and its fp32 weight if separate.
     """
     name: str = parameter.global_name  # type: ignore[attr-defined]
     partition, is_direct = partition_of(parameter), engine.view.is_direct
@@ -126,11 +122,11 @@ def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis
     if is_frozen(parameter) or (axis is data and not is_direct):
         return
     part = part_of(engine, parameter)
-    # The ranks of two pipeline stages divide their copies differently.
+    # Two pipeline stages partition their copies differently.
     over = data if axis is engine.mesh.embedding and not is_direct else None
     if part is not None:
-        own: list[tuple[Kind, torch.Tensor]] = [] if is_direct else [("master", part.values)]
-        yield from (Replica(name, kind, each, part.first, over) for kind, each in (*own, *moments(engine, part)))
+        masters: list[tuple[Kind, torch.Tensor]] = [] if is_direct else [("master", part.values)]
+        yield from (Replica(name, kind, each, part.first, over) for kind, each in (*masters, *moments(engine, part)))
         return
     averages: tuple[Kind, ...] = ("average",) if engine.averages is not None and engine.averages.is_kept else ()
     kinds: tuple[Kind, ...] = ("master", *engine.plan.moments_of(parameter), *averages)
@@ -140,10 +136,10 @@ def _replicas_of(engine: Engine, parameter: nn.Parameter, axis: Axis, data: Axis
 def _digests(
     copies: _Shared, digester: Digester, known: dict[tuple[str, Kind, int], torch.Tensor], on_device: torch.device
 ) -> torch.Tensor:
-    """The digests of the replicas, wherever their values are, on the device that messages leave from.
+    """The digests of the replicas, on the device of messages.
 
     Args:
-        known: the digests of values that were compared before, by name, kind and place in memory.
+        known: digests so far, by name, kind and address.
     """
     keys = [(each.name, each.kind, each.values.data_ptr()) for each in copies.replicas]
     for key, replica in zip(keys, copies.replicas, strict=True):
@@ -153,9 +149,9 @@ def _digests(
 
 
 def _compare(copies: _Shared) -> None:
-    """Finds the places of the replicas whose digests differ; collective over the axis."""
+    """Finds the indices of the replicas whose digests differ; collective over the axis."""
     digests = copies.digests
-    divided = [place for place, replica in enumerate(copies.replicas) if replica.divided_over is not None]
+    divided = [index for index, replica in enumerate(copies.replicas) if replica.divided_over is not None]
     if divided:
         digests[divided] = all_reduce_sum(digests[divided], copies.replicas[divided[0]].divided_over or copies.axis)
     copies.digests = comparable(digests)
@@ -164,15 +160,13 @@ def _compare(copies: _Shared) -> None:
 
 
 def _describe_all(copies: _Shared, on_device: torch.device) -> list[str]:
-    """What differs most between the ranks of an axis, on the first of them; collective over the axis.
-
-    A difference spreads to other parameters within a step, so the one that differs most is likely where it began.
-    """
+    """Describes the largest differences between the ranks of an axis, on its first rank; collective over the axis."""
     axis = copies.axis
     described = [
-        _describe(copies.replicas[place], int(copies.digests[place]), axis, on_device)
-        for place in copies.differing[:_COMPARED]
+        _describe(copies.replicas[index], int(copies.digests[index]), axis, on_device)
+        for index in copies.differing[:_COMPARED]
     ]
+    # A difference spreads to other parameters within a step; the largest one is likely its origin.
     texts = [text for _, text in sorted(described, reverse=True, key=lambda entry: entry[0])[:_DESCRIBED]]
     left = len(copies.differing) - len(texts)
     if left > 0:
@@ -181,7 +175,7 @@ def _describe_all(copies: _Shared, on_device: torch.device) -> list[str]:
 
 
 def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device) -> tuple[float, str]:
-    """How much the copies of one replica differ, and who holds what; collective over the axis."""
+    """The relative difference of a replica, and its description; collective over the axis."""
     extents = all_gather_json([replica.first, replica.values.numel()], axis)
     is_comparable = replica.divided_over is None and all(extent == extents[0] for extent in extents)
     difference = _difference_to_first(replica.values, axis, on_device) if is_comparable else None
@@ -199,26 +193,31 @@ def _describe(replica: Replica, digest: int, axis: Axis, on_device: torch.device
             gap = _Difference(*fields)
             return gap.ratio, (
                 f"{text}; {gap.elements} of {replica.values.numel()} elements differ between rank {axis.ranks[0]} and "
-                f"rank {rank}, the first at {gap.place}: {gap.first_value} and {gap.own_value}"
+                f"rank {rank}, the first at {gap.first}: {gap.reference} and {gap.value}"
             )
     return 0.0, text
 
 
 class _Difference(NamedTuple):
-    """How many elements of a copy differ from the first rank's, the first of them, and the largest difference in times
-    of the largest value; infinite if one is not finite.
+    """The difference of a copy from the first rank's.
+
+    Attributes:
+        elements: number of elements that differ.
+        first: index of the first of them.
+        reference, value: the first rank's value there, and this rank's.
+        ratio: the largest difference relative to the largest value; infinite if one is not finite.
     """
 
     elements: int
-    place: int
-    first_value: str
-    own_value: str
+    first: int
+    reference: str
+    value: str
     ratio: float
 
 
 def _difference_to_first(values: torch.Tensor, axis: Axis, on_device: torch.device) -> _Difference | None:
-    """The difference of this rank's copy, None if there is none; collective over the axis."""
-    found: _Difference | None = None
+    """The difference of this rank's copy; None if it is equal; collective over the axis."""
+    difference: _Difference | None = None
     for number, chunk in enumerate(values.detach().view(-1).split(CHUNK)):
         reference = broadcast(chunk.to(on_device, copy=True), axis).to(chunk.device)
         differs = (reference.view(torch.uint8) != chunk.view(torch.uint8)).view(len(chunk), -1).any(dim=1)
@@ -226,11 +225,11 @@ def _difference_to_first(values: torch.Tensor, axis: Axis, on_device: torch.devi
             continue
         gap = float((reference.double() - chunk.double()).abs().max() / reference.double().abs().max().clamp(min=1e-38))
         ratio = gap if math.isfinite(gap) else math.inf
-        if found is None:
+        if difference is None:
             at = int(differs.nonzero()[0])
-            found = _Difference(0, number * CHUNK + at, repr(reference[at].item()), repr(chunk[at].item()), 0.0)
-        found = found._replace(elements=found.elements + count, ratio=max(found.ratio, ratio))
-    return found
+            difference = _Difference(0, number * CHUNK + at, repr(reference[at].item()), repr(chunk[at].item()), 0.0)
+        difference = difference._replace(elements=difference.elements + count, ratio=max(difference.ratio, ratio))
+    return difference
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -238,21 +237,21 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 class Digester:
-    """Computes digests, each on the device of its tensor: an optimizer's state may be in the memory of the host.
+    """Computes digests, each on the device of its tensor, as optimizer state may be in host memory.
 
-    An element counts as its bits, read as an integer, times an odd number that depends on its position, all modulo
-    2^64. So a single bit changes the digest for certain, and other changes hardly ever leave it the same.
+    A digest is the sum over elements of their bits, as an integer, times an odd number that depends on the position,
+    modulo 2^64. A change of a single bit always changes it; any other change almost always does.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def digest(self, values: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The digest of a tensor or of a part of one; does not synchronize.
+        """The digest of a tensor or a part of one; does not synchronize.
 
         Args:
             values: contiguous elements of at most four bytes.
-            first: position of the first of them in the whole tensor.
+            first: offset of the part in the whole tensor.
 
         Shapes: result `[]` int64, on the device of the values.
         """
@@ -270,24 +269,21 @@ class Digester:
         return total
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The numbers by which elements are multiplied on a device, and room for their products."""
+        """The factors of elements, and a buffer for products, on a device."""
         if device not in self._buffers:
             positions = torch.arange(CHUNK, dtype=torch.int64, device=device)
             mixed = (2 * positions + 1) * _signed(_WEIGHT)
-            weights = (mixed ^ (mixed >> 31)) | 1  # not linear in the position, so that errors do not cancel in rows
+            weights = (mixed ^ (mixed >> 31)) | 1  # not linear in the position, so that equal errors do not cancel
             self._buffers[device] = weights, torch.empty_like(weights)
         return self._buffers[device]
 
 
 def comparable(digests: torch.Tensor) -> torch.Tensor:
-    """Sums of digests in the form in which ranks compare them: not negative, and so that their negatives exist.
-
-    Shapes: `[...]` int64.
-    """
+    """Reduces sums of digests to non-negative numbers whose negatives are in range. Shapes: `[...]` int64."""
     return digests & _KEPT
 
 
 def _signed(number: int) -> int:
-    """An integer modulo 2^64, as an int64 holds it."""
+    """An integer modulo 2^64, as an int64."""
     number %= 1 << 64
     return number - (1 << 64) if number >= 1 << 63 else number

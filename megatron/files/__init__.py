@@ -1,5 +1,4 @@
-"""Files as such: opening foreign files, replacing a file durably, adding to one, exact reads and writes.
+"""File operations for all other packages: opening untrusted files, durable replacement, appending, exact reads/writes.
 
-One mechanism each, which every other package uses. Knows paths and bytes, and of what the bytes mean no more than JSON
-and YAML. It may import nothing but `megatron/errors.py` and `megatron/secret_text.py`.
+Knows no file format but JSON and YAML. Imports only `megatron/errors.py` and `megatron/secret_text.py`.
 """

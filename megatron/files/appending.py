@@ -1,4 +1,4 @@
-"""Adding to the end of a file that a crash may have left with half a line: the next one begins on a line of its own."""
+"""Appending lines to a file that a crash may have left with an incomplete last line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FLAGS = os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 def append_line(path: Path, line: str, *, durable: bool = False) -> None:
-    """Adds a line to a plain file, which is made if it is missing; a link is not followed.
+    """Appends a line to a regular file, which is created if missing; links are not followed.
 
     Args:
-        line: without its end.
-        durable: waits until it is on the disk.
+        line: without line terminator.
+        durable: sync the file.
 
     Raises:
         OSError: the file system refused.
@@ -35,7 +35,7 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
 
 
 class LogCopy:
-    """A file that messages are appended to; none of its failures is raised."""
+    """A file to which messages are appended; failures are counted, not raised."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
@@ -45,7 +45,7 @@ class LogCopy:
         self._descriptor = os.open(path, os.O_WRONLY | _FLAGS, 0o666)
 
     def append(self, text: str) -> bool:
-        """Appends a message, on a line of its own after one that was written in part; whether it was written."""
+        """Appends a message, after ending a partially written one; returns True if it was written."""
         data = ("\n" * self._is_torn + text).encode(errors="backslashreplace")
         written = 0
         try:

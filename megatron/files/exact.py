@@ -1,7 +1,7 @@
-"""Reading and writing an exact number of bytes, however many system calls that takes.
+"""Reading and writing an exact number of bytes, since a system call may transfer fewer than requested.
 
-A system call may move fewer bytes than it was asked to. Each function takes the call itself, so that files at an
-offset, pipes and storage with injected faults share one loop.
+Each function takes the call as an argument, so that files at an offset, pipes and storage with injected faults share
+one loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def read_exactly(read: Callable[[int, int], bytes], size_bytes: int) -> bytes:
     """Reads `size_bytes` bytes, or as many as there are.
 
     Args:
-        read: reads at most a number of bytes (first argument) after those already read (second); b"" at the end.
+        read: takes the number of bytes to read at most and the number already read; returns b"" at the end.
     """
     data = read(size_bytes, 0)
     if len(data) == size_bytes or not data:
@@ -30,11 +30,10 @@ def read_exactly(read: Callable[[int, int], bytes], size_bytes: int) -> bytes:
 
 
 def read_into(read: Callable[[memoryview, int], int], target: memoryview) -> int:
-    """Fills `target` in place and returns how many bytes were read: fewer than its length only at the end of the data.
+    """Fills `target`; returns the number of bytes read, which is less than its length only at the end of the data.
 
     Args:
-        read: reads into the rest of the target (first argument), after the bytes already read (second), and returns
-            how many came; 0 at the end.
+        read: takes the rest of the target and the number of bytes already read; returns how many it read, 0 at the end.
     """
     done = 0
     while done < len(target):
@@ -49,8 +48,8 @@ def write_all(write: Callable[[memoryview, int], int], data: Any) -> None:
     """Writes all bytes.
 
     Args:
-        write: writes some of the rest (first argument) after the bytes already written (second), and returns how many.
-        data: bytes, or anything with a contiguous buffer.
+        write: takes the remaining bytes and the number already written; returns how many it wrote.
+        data: bytes, or any contiguous buffer.
 
     Raises:
         OSError: `write` failed, or accepted no byte.
@@ -65,9 +64,9 @@ def write_all(write: Callable[[memoryview, int], int], data: Any) -> None:
 
 
 def write_at(descriptor: int, data: Any, offset: int) -> None:
-    """Writes bytes to a place of an open file.
+    """Writes bytes at an offset of an open file.
 
     Raises:
-        OSError: as `write_all`.
+        OSError: see `write_all`.
     """
     write_all(lambda rest, done: os.pwrite(descriptor, rest, offset + done), data)

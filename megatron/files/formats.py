@@ -1,4 +1,4 @@
-"""Formats of files by their first bytes, for the errors of readers that expected another one."""
+"""Detection of file formats by their first bytes, for error messages of readers that expect another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.files.plain import open_plain
 
 LOOKS_LIKE = "The file looks like "
-FIRST_BYTES = 512  # a tar archive says what it is at byte 257
+FIRST_BYTES = 512  # the signature of a tar archive is at byte 257
 _FORMATS = (
     (rb"\x1f\x8b", "a gzip file. Decompress it (gunzip), or call an input *.gz"),
     (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "a zstd file. Decompress it (zstd -d), or call an input *.zst"),
@@ -40,20 +40,20 @@ _NO_JSON_LINES = (
 
 
 def recognized(beginning: bytes, *, as_lines: bool = False) -> str:
-    """The format of a file that cannot be read, by its first bytes, and the way out; empty if it is not known.
+    """A sentence with the detected format of an unreadable file and a remedy; empty if unknown.
 
     Args:
-        as_lines: lines of JSON are expected, so that other JSON and tables are something else.
+        as_lines: JSON lines are expected, so that other JSON and tables are detected, too.
     """
-    for pattern, words in (*_FORMATS, *(_NO_JSON_LINES if as_lines else ())):
+    for pattern, advice in (*_FORMATS, *(_NO_JSON_LINES if as_lines else ())):
         if re.match(pattern, beginning):
-            return LOOKS_LIKE + words
+            return LOOKS_LIKE + advice
     return ""
 
 
 def recognized_file(path: str) -> str:
-    """The sentence of `recognized` for a file; empty where the file is what its name says."""
+    """The sentence of `recognized` for a file; empty if its format matches its name."""
     with contextlib.suppress(OSError), open_plain(path) as file:
-        words = recognized(file.read(FIRST_BYTES))
-        return "" if words.endswith(Path(path).suffix or " ") else words
+        advice = recognized(file.read(FIRST_BYTES))
+        return "" if advice.endswith(Path(path).suffix or " ") else advice
     return ""

@@ -1,8 +1,7 @@
-"""The one way to open a file for reading: at once, only a plain file, and no more of it than it may hold.
+"""The only way to open untrusted files for reading: without blocking, regular files only, of bounded size.
 
-`open` waits at a named pipe until somebody writes into it, and `read` of a device such as /dev/zero never ends. What is
-refused here is an `OSError` whose `strerror` says what the path is, so that the caller's message about a file that
-cannot be read, which names the flag and the way out, is true of these as well.
+`open` blocks on a named pipe until a writer opens it, and `read` of a device such as /dev/zero never ends. A refusal is
+an `OSError` whose `strerror` describes the path, so that the caller's usual message for an unreadable file applies.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str | None:
-    """What a file that is not plain is, in words; None for a plain file.
+    """Describes a file that is not a regular file; None for a regular file.
 
     Args:
         mode: `st_mode` of its status.
     """
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no plain file")
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
 def open_plain(path: str | os.PathLike[str], buffering: int = -1, *, follows_links: bool = True) -> BinaryIO:
-    """Opens a plain file for reading.
+    """Opens a regular file for reading.
 
     Args:
-        buffering: as of `open`.
-        follows_links: whether the path may be a symbolic link.
+        buffering: see `open`.
+        follows_links: allow a symbolic link.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device, a socket or a folder.
@@ -48,10 +47,10 @@ def open_plain(path: str | os.PathLike[str], buffering: int = -1, *, follows_lin
 
 
 def open_stream(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
-    """Opens a plain file, or a pipe that the shell made for a command's output (`<(command)`), for reading in order.
+    """Opens a regular file, or the pipe of a process substitution (`<(command)`), for sequential reading.
 
     Args:
-        buffering: as of `open`.
+        buffering: see `open`.
 
     Raises:
         OSError: it cannot be opened, or is a named pipe, a device, a socket or a folder.
@@ -60,33 +59,33 @@ def open_stream(path: str | os.PathLike[str], buffering: int = -1) -> BinaryIO:
 
 
 def read_plain(path: str | os.PathLike[str], most_bytes: int = MOST_SMALL_BYTES, *, with_pipes: bool = False) -> bytes:
-    """The content of a plain file.
+    """The content of a regular file.
 
     Args:
         most_bytes: a larger file is refused without reading it.
-        with_pipes: the output of a command, `<(command)`, is accepted like a file.
+        with_pipes: also accept a process substitution, `<(command)`.
 
     Raises:
-        OSError: it cannot be read, is not a plain file, or is too large.
+        OSError: it cannot be read, is not a regular file, or is too large.
     """
     with _opened(path, -1, with_pipes=with_pipes) as file:
         size = os.fstat(file.fileno()).st_size
         content = file.read(size + 1) if size <= most_bytes else b""
-        if len(content) > size:  # it grows, or is of a kind whose size the system does not say, as in /proc
+        if len(content) > size:  # it is growing, or its size is not reported, as in /proc
             content += file.read(most_bytes + 1 - len(content))
     size = max(size, len(content))
     if size > most_bytes:
-        raise OSError(errno.EFBIG, f"it holds {size:,} bytes; such a file may hold {most_bytes:,}", str(path))
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes; at most {most_bytes:,} are allowed", str(path))
     return content
 
 
 def read_plain_text(
     path: str | os.PathLike[str], most_bytes: int = MOST_SMALL_BYTES, *, with_pipes: bool = False
 ) -> str:
-    """The text of a plain file in UTF-8, with `\\n` for every end of a line, as `Path.read_text` gives it.
+    """The UTF-8 text of a regular file, with universal newlines, like `Path.read_text`.
 
     Raises:
-        OSError: as `read_plain`.
+        OSError: see `read_plain`.
         UnicodeDecodeError: it is not UTF-8.
     """
     return read_plain(path, most_bytes, with_pipes=with_pipes).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
@@ -95,24 +94,24 @@ def read_plain_text(
 def read_plain_json(
     path: str | os.PathLike[str], most_bytes: int = MOST_SMALL_BYTES, most_values: int = MOST_JSON_VALUES
 ) -> Any:
-    """The value in a plain file of JSON.
+    """The value in a regular JSON file.
 
     Raises:
-        OSError: as `read_plain`.
-        ValueError: as `parse_json`.
+        OSError: see `read_plain`.
+        ValueError: see `parse_json`.
     """
     return parse_json(read_plain(path, most_bytes), most_values)
 
 
 def parse_json(text: bytes | str, most_values: int = MOST_JSON_VALUES) -> Any:
-    """The value of a JSON text, whose number of values is bounded before any of them is made.
+    """Parses JSON, after bounding the number of its values.
 
     Raises:
-        ValueError: it is not JSON, holds too many values, or is nested too deeply.
+        ValueError: it is not JSON, has too many values, or is nested too deeply.
     """
     values = sum(text.count(mark) for mark in b"[{,") if isinstance(text, bytes) else sum(map(text.count, "[{,"))
     if values > most_values:
-        raise ValueError(f"it holds about {values:,} values; such a file may hold {most_values:,}")
+        raise ValueError(f"it has about {values:,} values; at most {most_values:,} are allowed")
     try:
         return json.loads(text)
     except RecursionError:
@@ -120,7 +119,7 @@ def parse_json(text: bytes | str, most_values: int = MOST_JSON_VALUES) -> Any:
 
 
 def sha256_of(stream: BinaryIO) -> str:
-    """The SHA-256 of the rest of a stream, in hexadecimal digits."""
+    """The SHA-256 of the rest of a stream as hexadecimal digits."""
     digest = hashlib.sha256()
     while chunk := stream.read(1 << 20):
         digest.update(chunk)
@@ -128,7 +127,7 @@ def sha256_of(stream: BinaryIO) -> str:
 
 
 def is_shell_pipe(path: str | os.PathLike[str], mode: int) -> bool:
-    """Whether a path leads to a pipe without a name, which always has, or had, somebody who writes into it.
+    """True for an anonymous pipe, which, unlike a named one, always has or had a writer.
 
     Args:
         mode: `st_mode` of its status.
@@ -137,10 +136,10 @@ def is_shell_pipe(path: str | os.PathLike[str], mode: int) -> bool:
 
 
 def check_plain(path: str | os.PathLike[str]) -> None:
-    """Checks that a plain file can be read, for libraries that open the path themselves.
+    """Checks that a regular file can be read, for libraries that open the path themselves.
 
     Raises:
-        OSError: as `open_plain`.
+        OSError: see `open_plain`.
     """
     open_plain(path).close()
 
@@ -154,7 +153,7 @@ def _opened(path: str | os.PathLike[str], buffering: int, *, with_pipes: bool, f
             if with_pipes and is_shell_pipe(path, mode):
                 os.set_blocking(descriptor, True)
             elif (kind := kind_of(mode)) is not None:
-                raise OSError(errno.EINVAL, f"it is {kind}, and no plain file", str(path))
+                raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
         except OSError:
             os.close(descriptor)
             raise

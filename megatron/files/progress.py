@@ -1,4 +1,4 @@
-"""How far a long job has come: a bar that is redrawn on a terminal, a plain line now and then elsewhere."""
+"""Progress of a long job: a bar on a terminal, elsewhere an occasional line."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ _BAR_SECONDS = 0.1
 
 
 class ProgressDisplay:
-    """Shows the state of a job, not more often than a reader wants it.
+    """Shows the progress of a job at limited intervals.
 
     Args:
-        write_line: takes a plain line.
-        draw_bar: shows a text in place of the last one, none if it is empty, see `log.status_line`; None where there is
-            no terminal.
-        line_seconds: the time between two plain lines, at least.
-        clock: seconds, from any beginning.
+        write_line: prints a line.
+        draw_bar: replaces the last text, see `log.status_line`; None without a terminal.
+        line_seconds: minimum interval between lines.
+        clock: seconds from any origin.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class ProgressDisplay:
         return self._clock() - self._start_at
 
     def is_due(self) -> bool:
-        """Whether the time has come to show the state again."""
         return self._clock() - self._shown_at >= self._interval_seconds
 
     def show(self, text: str) -> None:

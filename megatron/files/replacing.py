@@ -1,7 +1,6 @@
-"""Files that appear under their final name only when they are complete.
+"""Atomic replacement of files: write to a temporary name in the same folder, sync, rename.
 
-Every file is written next to its final place under a temporary name, synced, then renamed; a reader never sees half of
-one. Only this module syncs and renames.
+Only this module syncs and renames.
 """
 
 from __future__ import annotations
@@ -26,23 +25,20 @@ Content = bytes | Callable[[BinaryIO], object]
 
 
 def temporary_name(path: Path) -> Path:
-    """Names a temporary file in the folder of `path` that no other process will choose; says whose it is.
+    """A unique temporary name in the folder of `path`, which includes machine and process id.
 
     Raises:
-        ConfigError: the path begins with a `~` that no shell has expanded, and would make a folder of that name.
+        ConfigError: the path begins with a `~` that the shell did not expand.
     """
     if path.parts[:1] == ("~",):
-        raise ConfigError(f"{path} begins with ~, which the shell did not expand. Write the folder out, or $HOME.")
+        raise ConfigError(f"{path} begins with ~, which the shell did not expand. Use the full path or $HOME.")
     return path.with_name(f".{path.name}.{THIS_MACHINE}-{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 def remove_leftovers(path: Path) -> list[Path]:
-    """Removes the temporary files (and folders) of `path` that processes of this machine left when they were killed.
+    """Removes and returns the temporary files and folders of `path` left by killed processes of this machine.
 
-    One is kept unless its process is known to be gone: another machine or container may still be writing it.
-
-    Returns:
-        what was removed.
+    Those of other machines and containers, which may still be running, are kept.
     """
     removed = []
     for name in sorted(_names_in(path.parent)):
@@ -52,7 +48,7 @@ def remove_leftovers(path: Path) -> list[Path]:
         leftover = path.with_name(name)
         try:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        except OSError:  # another run was faster, or the folder cannot be written, which the work itself will report
+        except OSError:  # another run was faster, or the folder is not writable, which the caller will notice
             continue
         removed.append(leftover)
     return removed
@@ -66,7 +62,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def is_running(process_id: int) -> bool:
-    """Whether a process of this machine is running."""
+    """True if a process of this machine is running."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:
@@ -77,7 +73,7 @@ def is_running(process_id: int) -> bool:
 
 
 def _this_machine() -> str:
-    """Eight digits that differ between machines and between containers: process ids mean something only inside one."""
+    """Eight digits that identify a machine and PID namespace, in which process ids are comparable."""
     try:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -89,8 +85,7 @@ THIS_MACHINE = _this_machine()
 
 
 def check_writable(path: Path) -> None:
-    """Checks that a file could be written at `path`, before the work whose result it will hold. Missing folders are not
-    made yet: the nearest existing one above them must accept a file.
+    """Checks that a file can be written at `path`, or in the nearest existing parent if folders are missing.
 
     Raises:
         StorageError: `path` is a folder, or the file system refuses new files there.
@@ -110,11 +105,11 @@ def check_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: Content, needed_bytes: int | None = None, *, durable: bool = True) -> None:
-    """Replaces a file as `replace_file` does.
+    """Replaces a file; like `replace_file`, with a `StorageError`.
 
     Args:
         content, durable: see `replace_file`.
-        needed_bytes: size of the file, for the message of a full disk; None when unknown.
+        needed_bytes: size of the file, for the message about a full disk; None if unknown.
 
     Raises:
         StorageError: the file system refused; nothing is left behind.
@@ -126,13 +121,10 @@ def write_atomically(path: Path, content: Content, needed_bytes: int | None = No
 
 
 def write_temporary(path: Path, content: Content, needed_bytes: int | None = None) -> Path:
-    """Writes the contents of a file under a temporary name next to it, and syncs them.
+    """Writes and syncs a file under a temporary name next to `path`; returns that name.
 
     Args:
         content, needed_bytes: see `write_atomically`.
-
-    Returns:
-        the temporary name.
 
     Raises:
         StorageError: the file system refused; nothing is left behind.
@@ -146,12 +138,11 @@ def write_temporary(path: Path, content: Content, needed_bytes: int | None = Non
 
 
 def replace_file(path: Path, content: Content, *, durable: bool = True) -> None:
-    """Writes a file under a temporary name and renames it into place once it is on the disk; what killed runs left is
-    removed.
+    """Writes a file under a temporary name, syncs it and renames it; removes leftovers of killed runs.
 
     Args:
-        content: the bytes, or what writes them.
-        durable: false does not wait for the disk; a crash of the machine may then leave the name with other content.
+        content: the bytes, or a function that writes them.
+        durable: if false, do not sync; after a crash of the machine the file may have other content.
 
     Raises:
         OSError: the file system refused; nothing is left behind.
@@ -168,7 +159,7 @@ def replace_file(path: Path, content: Content, *, durable: bool = True) -> None:
 
 
 def write_new(path: Path, content: Content, *, durable: bool = True) -> None:
-    """Writes a file that must not exist yet, and syncs it.
+    """Writes and syncs a new file.
 
     Args:
         content, durable: see `replace_file`.
@@ -187,16 +178,16 @@ def write_new(path: Path, content: Content, *, durable: bool = True) -> None:
                 os.fsync(stream.fileno())
     except FileExistsError:
         raise
-    except BaseException:  # an interrupt, too, as soon as the file is there
+    except BaseException:  # including an interrupt
         discard(path)
         raise
 
 
 def move(source: Path, target: Path, *, durable: bool = True) -> None:
-    """Gives a complete file or folder another name; a file of that name is replaced in one step.
+    """Renames a complete file or folder; replaces an existing file atomically.
 
     Args:
-        durable: false does not wait until the content and the new name are on the disk.
+        durable: sync content and name.
 
     Raises:
         OSError: the file system refused.
@@ -209,16 +200,17 @@ def move(source: Path, target: Path, *, durable: bool = True) -> None:
 
 
 def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path] = ()) -> None:
-    """Renames complete files, which have temporary names in one folder, to their final names, in order. Older files of
-    these names are moved aside first, the last one before the others, and restored if a step fails. A crash in between
-    leaves the last name without a file; the next call removes what it left.
+    """Renames complete files with temporary names in one folder to their final names, in order.
+
+    Existing files are moved aside first, the last one before the others, and restored if a step fails. After a crash in
+    between, the last name has no file; the next call removes the leftovers.
 
     Args:
         files: (temporary name, final name).
-        removed: files to remove together with the older ones; they need not exist.
+        removed: other files to remove with the old ones; may be missing.
 
     Raises:
-        StorageError: the file system refused; the older files are as they were.
+        StorageError: the file system refused; the old files are unchanged.
     """
     folder = files[-1][1].parent
     aside: list[tuple[Path, Path]] = []
@@ -226,9 +218,9 @@ def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path]
     try:
         for older in (*(final for _, final in reversed(files)), *removed):
             if older.exists():
-                place = temporary_name(older)
-                os.replace(older, place)
-                aside.append((place, older))
+                backup = temporary_name(older)
+                os.replace(older, backup)
+                aside.append((backup, older))
                 _sync_names(folder)
         for temporary, final in files:
             if final == files[-1][1]:
@@ -238,39 +230,34 @@ def publish_together(files: Sequence[tuple[Path, Path]], removed: Sequence[Path]
     except BaseException as failure:
         for final in placed:
             discard(final)
-        for place, older in reversed(aside):
-            with contextlib.suppress(OSError):  # the file keeps its temporary name, which is better than losing it
-                os.replace(place, older)
+        for backup, older in reversed(aside):
+            with contextlib.suppress(OSError):  # the file keeps its temporary name
+                os.replace(backup, older)
         if isinstance(failure, OSError):
             raise storage_error(files[-1][1], failure) from failure
         raise
     _sync_names(folder)
-    for place, _ in aside:
-        discard(place)
+    for backup, _ in aside:
+        discard(backup)
     for final in (*(final for _, final in files), *removed):
         remove_leftovers(final)
 
 
 def discard(temporary: Path) -> None:
-    """Removes a file that is no longer needed; a failure to remove it is not reported."""
+    """Removes a file that is no longer needed; failures are ignored."""
     with contextlib.suppress(OSError):
         temporary.unlink()
 
 
 def sync_file(descriptor: int) -> None:
-    """Waits until the content of an open file is on the disk.
-
-    Raises:
-        OSError: the file system refused.
-    """
     os.fsync(descriptor)
 
 
 def sync_path(path: Path) -> None:
-    """Waits until the content of a file, or the names in a folder, are on the disk.
+    """Syncs the content of a file, or the names in a folder; ignores file systems that cannot sync folders.
 
     Raises:
-        OSError: the file system refused; one that cannot do this for a folder, as some over a network, is not meant.
+        OSError: the file system refused.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -283,18 +270,12 @@ def sync_path(path: Path) -> None:
 
 
 def _sync_names(folder: Path) -> None:
-    """Syncs a folder after a rename that stands, whatever the disk says now."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the rename has happened
         sync_path(folder)
 
 
 def start_write_back(descriptor: int, start: int, size: int) -> None:
-    """Asks the system to begin writing a range of a file to disk now (Linux only), without waiting, so that a sync at
-    the end finds little left to do.
-
-    Args:
-        start, size: bytes.
-    """
+    """Starts writing a byte range of a file to disk without waiting (Linux only), so that the final sync is short."""
     if _SYNC_FILE_RANGE is not None and size:
         _SYNC_FILE_RANGE(descriptor, ctypes.c_int64(start), ctypes.c_int64(size), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 

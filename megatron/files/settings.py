@@ -1,7 +1,7 @@
-"""Reading a small file of settings, whoever wrote it: bounded in size, depth, elements and time.
+"""Reading untrusted settings files (JSON, YAML), bounded in size, depth, number of values and time.
 
-All files of flags go through here. What is no plain file, a file that expands to more than it holds, and text that no
-path or record can hold are refused before anything is built from them; every refusal is a `ConfigError`.
+All files of flags are read here. Special files, YAML aliases that expand too far, and text that cannot be part of a
+path or record are refused with a `ConfigError` before anything is built from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_YAML_BYTES = 512 << 10  # PyYAML reads about 300 KB a second
 MOST_VALUES = 100_000
 MOST_YAML_VALUES = 20_000
 MOST_LEVELS = 32
-_LONGEST_NUMBER = 400  # characters of a number in YAML; longer ones take time that grows with their square
+_LONGEST_NUMBER = 400  # characters of a number in YAML, whose parsing takes quadratic time
 _LONGEST_REASON = 300
 _LONGEST_SHOWN = 60
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")
@@ -30,29 +30,27 @@ _MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_text(path: str, name: str, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a plain file.
+    """The text of a regular file.
 
     Args:
-        path: of the file.
-        name: what the file is called in errors: the flag and the path.
+        name: the flag and the path, for error messages.
         most_bytes: a larger file is refused without reading it.
 
     Raises:
-        ConfigError: it cannot be read, is not a plain file, is too large, or is not UTF-8.
+        ConfigError: it cannot be read, is not a regular file, is too large, or is not UTF-8.
     """
     try:
         content = read_plain(path, most_bytes)
     except (OSError, ValueError) as failure:
         reason = getattr(failure, "strerror", None) or failure
-        raise ConfigError(f"{name} cannot be read: {reason}. Give a readable file.") from None
+        raise ConfigError(f"{name} cannot be read: {reason}. Use a readable file.") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as failure:
         raise ConfigError(f"{name} is not UTF-8 text: {failure.reason} at byte {failure.start}.") from None
     if "\0" in text:
         raise ConfigError(
-            f"{name} contains a NUL character at position {text.index(chr(0))}. It is damaged, or not a text: write it "
-            "again."
+            f"{name} contains a NUL character at position {text.index(chr(0))}. It is damaged, or not a text file."
         )
     return text
 
@@ -61,12 +59,12 @@ def read_json(path: str, name: str, most_bytes: int = MOST_BYTES) -> Any:
     """The contents of a JSON file.
 
     Raises:
-        ConfigError: as `read_text`; or it is not JSON, holds a key twice, too many values, too deep or unusable ones.
+        ConfigError: see `read_text`; or it is not JSON, has duplicate keys, too many, too deep or invalid values.
     """
     text = read_text(path, name, most_bytes)
     values = sum(map(text.count, "[{,"))
     if values > MOST_VALUES:
-        raise ConfigError(f"{name} holds about {values:,} values; such a file may hold {MOST_VALUES:,}.")
+        raise ConfigError(f"{name} has about {values:,} values; at most {MOST_VALUES:,} are allowed.")
     try:
         tree = json.loads(text, object_pairs_hook=without_repeats(lambda key: _repeated_key(name, key)))
     except RecursionError:
@@ -78,13 +76,13 @@ def read_json(path: str, name: str, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def without_repeats(refuse: Callable[[str], Exception]) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Makes the objects of a JSON parser (its `object_pairs_hook`), each of whose keys may occur once.
+    """An `object_pairs_hook` for JSON parsers that refuses duplicate keys.
 
     Args:
-        refuse: makes the error about a key that occurs twice.
+        refuse: creates the error for a duplicate key.
     """
 
-    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def build(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in pairs:
             if key in values:
@@ -92,23 +90,23 @@ def without_repeats(refuse: Callable[[str], Exception]) -> Callable[[list[tuple[
             values[key] = value
         return values
 
-    return made
+    return build
 
 
 def read_yaml(path: str, name: str) -> Any:
     """The contents of a YAML file.
 
     Raises:
-        ConfigError: as `read_json`; what an alias refers to counts each time it is used. Or PyYAML is missing.
+        ConfigError: see `read_json` (values count at each use of an alias); or PyYAML is missing.
     """
     text = read_text(path, name, MOST_YAML_BYTES)
     try:
         import yaml
     except ImportError:
-        raise ConfigError(f"{name}: YAML needs PyYAML. Run pip install pyyaml, or write the file as .json.") from None
+        raise ConfigError(f"{name}: YAML requires PyYAML. Run pip install pyyaml, or use a .json file.") from None
 
     class BoundedLoader(yaml.SafeLoader):
-        """Refuses a document while its nodes are made, before a value is built from them."""
+        """Refuses a document during composition, before any value is constructed."""
 
         nodes = 0
         level = 0
@@ -117,7 +115,7 @@ def read_yaml(path: str, name: str) -> Any:
             self.nodes += 1
             self.level += 1
             if self.nodes > MOST_YAML_VALUES:
-                raise ConfigError(f"{name} holds more than {MOST_YAML_VALUES:,} values.")
+                raise ConfigError(f"{name} has more than {MOST_YAML_VALUES:,} values.")
             if self.level > MOST_LEVELS:
                 raise ConfigError(_depth_text(name))
             try:
@@ -141,34 +139,31 @@ def read_yaml(path: str, name: str) -> Any:
 
 
 def _reason(failure: Exception) -> str:
-    """What is wrong with a YAML file, without the piece of it that PyYAML shows: there may be a password in it."""
+    """The problem with a YAML file, without PyYAML's excerpt, which may contain a password."""
     problem, mark = getattr(failure, "problem", None), getattr(failure, "problem_mark", None)
     if problem is None:
         return " ".join(str(failure).split()).partition(": '")[0][:_LONGEST_REASON]
     context = getattr(failure, "context", None)
-    place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
-    return masked(f"{context + ', ' if context else ''}{problem}{place}"[:_LONGEST_REASON])
+    position = f" in line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+    return masked(f"{context + ', ' if context else ''}{problem}{position}"[:_LONGEST_REASON])
 
 
 def check_values(tree: Any, name: str) -> None:
-    """Checks that the values of a file can be written into records and paths.
+    """Checks that the values of a file can be part of records and paths.
 
     Raises:
-        ConfigError: a text in it holds a NUL or half of a surrogate pair, or values are nested too deeply.
+        ConfigError: a string contains a NUL or an unpaired surrogate, or values are nested too deeply.
     """
     for value, level in every_value(tree):
         if isinstance(value, str) and (unusable := _UNUSABLE.search(value)):
-            letter = "a NUL" if unusable.group() == "\0" else f"U+{ord(unusable.group()):04X}, half of a surrogate pair"
-            raise ConfigError(
-                f'{name}: the text "{_shown(value)}" contains {letter}, which no path and no record can contain. Write '
-                "it again."
-            )
+            letter = "a NUL" if unusable.group() == "\0" else f"the unpaired surrogate U+{ord(unusable.group()):04X}"
+            raise ConfigError(f'{name}: "{_shown(value)}" contains {letter}, which is not allowed.')
         if level > MOST_LEVELS + 1:
             raise ConfigError(_depth_text(name))
 
 
 def every_value(tree: Any) -> Iterator[tuple[Any, int]]:
-    """Each value in a tree of lists and objects, the names in objects included, with its level; the root has 1."""
+    """Yields each value in a tree of lists and objects, including keys, with its level (1 for the root)."""
     waiting: list[Iterator[Any]] = [iter((tree,))]
     while waiting:
         level = len(waiting)
@@ -185,17 +180,16 @@ def every_value(tree: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _expanded(node: Any, name: str, sizes: dict[int, int]) -> int:
-    """The number of values that a YAML node expands to; checks its keys and numbers on the way.
+    """The number of values that a YAML node expands to; also checks its keys and numbers.
 
-    An alias leads to a node before it, which has its size already, or to one around it: recursion is as deep as the
-    document is.
+    An alias refers to an earlier node, whose size is known, or an enclosing one: recursion is as deep as the document.
 
     Args:
-        sizes: of the nodes seen so far, by identity; 0 while a node is being looked at.
+        sizes: sizes of the nodes seen so far, by identity; 0 while a node is being visited.
     """
     size = sizes.get(id(node))
     if size == 0:
-        raise ConfigError(f"{name} has an alias (*name) inside its own definition, which has no end.")
+        raise ConfigError(f"{name} has an alias (*name) inside its own definition.")
     if size is not None:
         return size
     sizes[id(node)] = 0
@@ -205,8 +199,7 @@ def _expanded(node: Any, name: str, sizes: dict[int, int]) -> int:
     size = sizes[id(node)] = 1 + sum(_expanded(one, name, sizes) for one in inner)
     if size > MOST_YAML_VALUES:
         raise ConfigError(
-            f"{name} expands to more than {MOST_YAML_VALUES:,} values once its aliases (*name) are written out. Write "
-            "out what is needed."
+            f"{name} expands to more than {MOST_YAML_VALUES:,} values (aliases, *name, count each time they are used)."
         )
     return size
 
@@ -214,7 +207,7 @@ def _expanded(node: Any, name: str, sizes: dict[int, int]) -> int:
 def _check_node(node: Any, name: str) -> None:
     if isinstance(node.value, str):
         if node.tag in _NUMBER_TAGS and len(node.value) > _LONGEST_NUMBER:
-            raise ConfigError(f"{name} holds a number of {len(node.value):,} letters: {_shown(node.value)}")
+            raise ConfigError(f"{name} has a number of {len(node.value):,} digits: {_shown(node.value)}")
         return
     keys: set[str] = set()
     for item in node.value:
@@ -225,11 +218,11 @@ def _check_node(node: Any, name: str) -> None:
 
 
 def _repeated_key(name: str, key: str) -> ConfigError:
-    return ConfigError(f'{name} has the key "{_shown(key)}" twice. Keep one of them.')
+    return ConfigError(f'{name} has the key "{_shown(key)}" twice. Remove one.')
 
 
 def _depth_text(name: str) -> str:
-    return f"{name} holds values more than {MOST_LEVELS} levels deep. Is it the right file?"
+    return f"{name} has values more than {MOST_LEVELS} levels deep. Is it the right file?"
 
 
 def _shown(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a person types, or a pipe holds: the lines of standard input, each of which is UTF-8 or refused by itself."""
+"""Lines of standard input, typed or piped; each is checked for UTF-8 separately."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from megatron.errors import DataError
 
 
 def read_line(prompt: str, number: int) -> str | None:
-    """The next line of standard input without its end; None after the last.
+    """The next line of standard input without its terminator; None at the end.
 
     Args:
-        prompt: shown if the input is a terminal.
-        number: of the line, from 1.
+        prompt: shown on a terminal.
+        number: line number, from 1.
 
     Raises:
-        DataError: the line is not UTF-8; the next one can be read.
+        DataError: the line is not UTF-8; the next one can still be read.
     """
     if sys.stdin is None:  # closed by the parent process
         return None
@@ -24,7 +24,7 @@ def read_line(prompt: str, number: int) -> str | None:
             data = sys.stdin.buffer.readline()
             return data.decode().rstrip("\r\n") if data else None
         line = input(prompt)
-        line.encode()  # what the terminal sent in another encoding became surrogates
+        line.encode()  # raises for surrogates, which input in another encoding becomes
     except EOFError:
         return None
     except UnicodeError as failure:

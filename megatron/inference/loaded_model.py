@@ -94,7 +94,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
 
     Raises:
         CheckpointError: no usable checkpoint, or one trained with another tokenizer.
-        ConfigError: a flag contradicts the checkpoint, files of the tokenizer are missing, there are more pipeline
+        ConfigError: a flag contradicts the checkpoint, files of the tokenizer are missing, more pipeline
             stages than blocks, or the network is an encoder.
     """
     step = LoadingConfig(

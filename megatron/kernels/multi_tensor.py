@@ -27,7 +27,7 @@ def norm(
         tensors: at least one, all on one device; float32, float16 or bfloat16.
 
     Raises:
-        ValueError: there are none.
+        ValueError: an empty list.
     """
     _check_any(tensors)
     if implementation is Implementation.CSRC:
@@ -47,7 +47,7 @@ def square_sum(tensors: Tensors, *, implementation: Implementation = Implementat
         tensors: at least one, dense, all on one device; float32, float16 or bfloat16.
 
     Raises:
-        ValueError: there are none.
+        ValueError: an empty list.
     """
     _check_any(tensors)
     if implementation is Implementation.CSRC:

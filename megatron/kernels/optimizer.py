@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
 
 class _GroupUpdate(NamedTuple):
-    """The updated parameters of a group, and their copies in half precision, if there are any.
+    """The updated parameters of a group, and their copies in half precision, if any.
 
     There is one gradient per parameter, or one per consecutive part of a single flat parameter.
     """
@@ -97,7 +97,7 @@ def build_eight_bit_adamw(groups: Groups, *, lr: float, betas: tuple[float, floa
 
 
 def moment(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """A moment in the parameter's dtype, as in checkpoints; zero if there is none yet.
+    """A moment in the parameter's dtype, as in checkpoints; zero if it does not exist yet.
 
     It may be written to: an 8-bit moment is unpacked here, and packed again before the next update.
     """

@@ -26,7 +26,7 @@ class ObjectiveResult:
         metrics: sums and weights of metrics, and statistics, by name; they are summed over micro-batches and over the
             ranks of `mesh.loss`.
         minimized_sum: the sum to minimize, differentiable; None if it is `loss_sum`.
-        sample_sum: sum of per-sample losses, differentiable; None if there are none.
+        sample_sum: sum of per-sample losses, differentiable; None if none.
     """
 
     loss_sum: torch.Tensor

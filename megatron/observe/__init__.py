@@ -1,4 +1,4 @@
-"""Reports of a run: one metrics record per step in; console, JSON lines, TensorBoard and W&B out.
+"""Reports of a run: metrics of each step to the console, JSON lines, TensorBoard and W&B.
 
-Reads figures and writes them down; it makes no decision about training and computes nothing on a device.
+Makes no decisions about training and computes nothing on a device.
 """

@@ -1,7 +1,7 @@
-"""What a run tells those who watch it, in addition to its metrics: events, samples, and where its ranks are.
+"""The activity of a run for its observers, in addition to metrics: events, generated samples, positions of the ranks.
 
-Three small files in the run folder, written by rank 0: `events.jsonl`, `samples.jsonl`, `heartbeats.json`. Nothing here
-may end a run or hold it up.
+Rank 0 writes three small files into the run folder: `events.jsonl`, `samples.jsonl`, `heartbeats.json`. Nothing here
+may end or delay a run.
 """
 
 from __future__ import annotations
@@ -29,16 +29,13 @@ _LONGEST_TEXT = 2_000
 
 @final
 class Activity:
-    """Writes nothing until `open` is called, which only rank 0 does.
-
-    What the file system refuses is a warning, once.
-    """
+    """Writes the files once `open` was called, on rank 0 only. File system errors are a single warning."""
 
     def __init__(self, beat_seconds: float = _BEAT_SECONDS) -> None:
         self._beat_seconds = beat_seconds
         self._folder: Path | None = None
-        self._look: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
-        self._ask: Callable[[], object] = lambda: None
+        self._ranks: Callable[[], Sequence[Mapping[str, Any]]] = lambda: ()
+        self._poll: Callable[[], object] = lambda: None
         self._axes: tuple[tuple[str, int], ...] = ()
         self._ending = threading.Lock()
         self._over = threading.Event()
@@ -50,51 +47,50 @@ class Activity:
         self,
         folder: Path,
         axes: Sequence[tuple[str, int]],
-        look: Callable[[], Sequence[Mapping[str, Any]]],
-        ask: Callable[[], object] = lambda: None,
+        ranks: Callable[[], Sequence[Mapping[str, Any]]],
+        poll: Callable[[], object] = lambda: None,
     ) -> None:
-        """Begins with the heartbeats.
+        """Starts the heartbeats.
 
         Args:
-            axes: names and sizes of the axes of the mesh, slowest first.
-            look: where each rank was when it last said so, as JSON objects; called from another thread.
-            ask: has all ranks say so now; called before the last look at a run that ends as planned.
+            axes: names and sizes of the mesh axes, slowest first.
+            ranks: returns the last reported position of each rank as JSON objects; called from another thread.
+            poll: requests the current position of all ranks; called before the last heartbeat of a finished run.
         """
-        self._folder, self._axes, self._look, self._ask = folder, tuple(axes), look, ask
+        self._folder, self._axes, self._ranks, self._poll = folder, tuple(axes), ranks, poll
         self._thread = threading.Thread(target=self._beat, name="heartbeats", daemon=True)
-        with contextlib.suppress(RuntimeError):  # no thread can be started
+        with contextlib.suppress(RuntimeError):  # cannot start a thread
             self._thread.start()
 
     def saved(self, path: Path) -> None:
-        """Records a checkpoint that was committed. Any thread may call it."""
+        """Records a committed checkpoint; may be called from any thread."""
         self._append(EVENTS_NAME, {"kind": "save", "iteration": folder_step(path.name), "text": path.name})
 
     def failed_save(self, step: int, reason: str) -> None:
-        """Records that the checkpoint of a step could not be saved."""
         text = masked(reason.strip())[:_LONGEST_TEXT]
         self._append(EVENTS_NAME, {"kind": "failed_save", "iteration": step, "text": text})
 
     def noted(self, kind: str, step: int, text: str) -> None:
-        """Records something that was noticed at a step."""
+        """Records an event of another kind at a step."""
         self._append(EVENTS_NAME, {"kind": kind, "iteration": step, "text": text})
 
     def sampled(self, step: int, prompts: Sequence[str], texts: Sequence[str]) -> None:
-        """Records how the network continues some prompts."""
+        """Records generated continuations of prompts."""
         samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
         self._append(SAMPLES_NAME, {"iteration": step, "samples": samples})
 
     def stopping(self, reason: str) -> None:
-        """Notes why the run is about to end before all its samples are consumed."""
+        """Sets the reason why the run ends before all its samples are consumed."""
         self._reason = reason
 
     @contextlib.contextmanager
     def until_end(self, step: Callable[[], int]) -> Iterator[None]:
-        """Records how the block ends: as planned, as a rule or a signal said, or with an error.
+        """Records the end of the block: finished, stopped by a rule or signal, or failed.
 
         Args:
-            step: the step that was reached.
+            step: returns the current step.
         """
-        forget = process_exit.on_failure(lambda code, text: self._ended(FAILED, step(), text, code))
+        unregister = process_exit.on_failure(lambda code, text: self._ended(FAILED, step(), text, code))
         try:
             yield
         except BaseException as failure:
@@ -104,20 +100,20 @@ class Activity:
             kind = STOPPED if self._reason else FINISHED
             code = None if self._reason else int(ExitCode.DONE)
             self._ended(kind, step(), self._reason, code)
-            self._ask()
+            self._poll()
         finally:
-            forget()
+            unregister()
             self.close()
 
     def close(self) -> None:
-        """Ends the heartbeats; idempotent."""
+        """Stops the heartbeats; idempotent."""
         self._over.set()
         thread, self._thread = self._thread, None
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(self._beat_seconds)
 
     def _ended(self, kind: str, step: int, text: str, code: int | None) -> bool:
-        """Of several ends the first one counts. Always False: the error is still to be shown."""
+        """Records the first of several ends. Returns False, so that the error is still printed."""
         if self._folder is not None and self._ending.acquire(blocking=False):
             values = {"iteration": step, "text": masked(text.strip())[:_LONGEST_TEXT], "code": code}
             self._append(EVENTS_NAME, {"kind": kind, **values})
@@ -140,13 +136,12 @@ class Activity:
         self._write_heartbeats()
 
     def _write_heartbeats(self) -> None:
-        """Replaces the file as a whole; not synced, as the next one follows at once."""
         folder = self._folder
         if folder is None:
             return
-        content = json.dumps({"at": time.time(), "axes": self._axes, "ranks": list(self._look())})
+        content = json.dumps({"at": time.time(), "axes": self._axes, "ranks": list(self._ranks())})
         try:
-            replace_file(folder / HEARTBEATS_NAME, content.encode(), durable=False)
+            replace_file(folder / HEARTBEATS_NAME, content.encode(), durable=False)  # the next one follows soon
         except OSError as failure:
             self._warn(HEARTBEATS_NAME, failure)
 

@@ -1,6 +1,6 @@
-"""The lines that a run prints in every style of `megatron.observe.styles`, and what a style consists of.
+"""Log lines common to all styles of `megatron.observe.styles`, and the protocol of a style.
 
-Pure functions from values to text. Users' scripts parse these lines, so their fields, order and number formats are
+Pure functions from values to text. Users' scripts parse these lines, so fields, order and number formats are
 upstream's.
 
 Source: bigscience-workshop/Megatron-DeepSpeed, megatron/training.py and megatron/arguments.py.
@@ -19,16 +19,16 @@ from megatron.observe.metrics import TaskOutcome
 
 
 def task_lines(task: TaskOutcome, prefix: str) -> list[str]:
-    """The figures of one task between two lines of dashes, each with its standard error.
+    """The results of a task with their standard errors, between two lines of dashes.
 
     Args:
         prefix: the point in training, such as "iteration 100".
     """
-    figures = [
+    results = [
         f"{metric}: {value:.4f}" + (f" +- {task.errors[metric]:.4f}" if metric in task.errors else "")
         for metric, value in task.figures.items()
     ]
-    text = " | ".join([f"task {task.name} at {prefix}", *figures, f"items: {task.count}"]) + " | "
+    text = " | ".join([f"task {task.name} at {prefix}", *results, f"items: {task.count}"]) + " | "
     dashes = "-" * (len(text) + 1)
     return [dashes, text, dashes]
 
@@ -39,7 +39,7 @@ def perplexity(loss: float) -> float:
 
 
 def shown_loss(loss: float | None, form: str) -> str:
-    """A loss in a number format, or "none" where no token counts."""
+    """Formats a loss; "none" if no token counts."""
     return "none" if loss is None else format(loss, form)
 
 
@@ -49,13 +49,13 @@ def size_line(tp_rank: int, pp_rank: int, parameters: int, parameters_without_em
 
 
 def trained_line(trained: int, parameters: int) -> str:
-    """How much of a partly frozen network is trained."""
+    """The trained parameters of a partly frozen network."""
     share = 100 * trained / max(1, parameters)
     return f"trained parameters: {trained:,} of {parameters:,} ({share:.1f} %); the others are frozen (--freeze)"
 
 
 def argument_lines(values: Mapping[str, Any]) -> list[str]:
-    """Every argument with its value, sorted by name ignoring case, between a header and a footer line."""
+    """All arguments with their values, sorted case-insensitively, between a header and a footer line."""
     lines = ["------------------------ arguments ------------------------"]
     for name in sorted(values, key=lambda name: (name.lower(), name)):
         lines.append(f"  {name} {'.' * (48 - len(name))} {values[name]}")
@@ -65,13 +65,13 @@ def argument_lines(values: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class LogPosition:
-    """Where a run is when a line is printed.
+    """The position in a run at which a line is printed.
 
     Attributes:
-        step: steps that are complete.
+        step: completed steps.
         train_iterations: planned steps of the run.
-        epoch: number of the pass over the training data that the last sample belongs to, from 0.
-        seconds_left: estimated time to the end of the run, evaluations and saves included; None before a step was
+        epoch: epoch of the last sample, from 0.
+        seconds_left: estimated time to the end of the run, including evaluations and saves; None before a step was
             timed.
     """
 
@@ -85,8 +85,7 @@ class LineStyle(Protocol):
     """The lines of steps, evaluations and saves; no line where a sequence is empty.
 
     Attributes:
-        LOSS_TAGS: the TensorBoard tags under which its users look for the training and the validation loss, in
-            addition to upstream's.
+        LOSS_TAGS: TensorBoard tags of the training and the validation loss, in addition to upstream's.
     """
 
     SAVE_LINES: SaveLines
@@ -96,14 +95,14 @@ class LineStyle(Protocol):
         """The lines of a log interval.
 
         Args:
-            metrics: the mean over the interval's steps; it has no loss if none of their tokens counts.
+            metrics: the mean over the steps of the interval; without a loss if no token counts.
         """
 
     def evaluation_lines(self, group: str, prefix: str, loss: float, position: LogPosition) -> Sequence[str]:
         """The result of one evaluation.
 
         Args:
-            group: name of the data group, `valid` or `test` unless the user named it.
+            group: name of the data group; `valid` or `test` by default.
             prefix: the point in training, such as "iteration 100".
             loss: mean loss per token, in nats.
         """

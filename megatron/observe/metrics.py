@@ -1,4 +1,4 @@
-"""The metrics of a training step, and the mean of those of a log interval.
+"""The metrics of a training step, and their mean over a log interval.
 
 Source: TFLOPs formula and definition of the values in the log line: bigscience-workshop/Megatron-DeepSpeed,
 megatron/training.py (`training_log`).
@@ -17,11 +17,10 @@ from megatron.observe.speed import Workload
 
 
 class TaskOutcome(Protocol):
-    """What was measured in a task of --eval-tasks; equal on all ranks."""
+    """The result of a task of --eval-tasks; equal on all ranks."""
 
     @property
-    def name(self) -> str:
-        """The task's name."""
+    def name(self) -> str: ...
 
     @property
     def count(self) -> int:
@@ -29,11 +28,11 @@ class TaskOutcome(Protocol):
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """A value by metric."""
+        """Values by metric."""
 
     @property
     def errors(self) -> Mapping[str, float]:
-        """The standard errors of the figures that have one."""
+        """Standard errors by metric, where available."""
 
 
 def measure(
@@ -52,11 +51,12 @@ def measure(
 
     Args:
         progress: after the step.
-        outcome: what the engine returned.
-        workload: converts samples into tokens and FLOPs.
-        others: further metrics of the step.
+        outcome: the result of the engine.
+        workload: converts samples to tokens and FLOPs.
+        others: additional metrics of the step.
         train_iterations: planned steps of the run.
-        learning_rate, seconds, loss_scale: the rate that was used, the wall time of the step, the scale in fp16.
+        seconds: wall time of the step.
+        loss_scale: in fp16.
         eta_seconds: estimated time to the end of the run.
     """
     samples, is_empty = outcome.sample_count, outcome.loss is None
@@ -93,10 +93,10 @@ def measure(
 
 
 def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
-    """Combines the metrics of consecutive steps, as the log line shows them: each by its reduction.
+    """Combines the metrics of consecutive steps for the log line, each by its reduction.
 
-    The loss is the mean over the steps that were not skipped, so a single NaN makes it NaN; if all were, as while fp16
-    looks for a loss scale, that over those with a finite one. Steps without a counted token have none.
+    The loss is the mean over the steps that were not skipped, so that a single NaN makes it NaN; if all were skipped,
+    as while fp16 searches for a loss scale, the mean of the finite losses. Steps without a counted token have none.
     """
     applied = [step for step in steps if not step.value("skipped_iterations")]
     counted = {Reduction.MEAN: applied, Reduction.WEIGHTED_MEAN: applied, Reduction.LAST: steps[-1:]}
@@ -113,7 +113,7 @@ def mean_of(steps: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def _with_noise_scale(metrics: StepMetrics) -> StepMetrics:
-    """Adds the batch size at which the noise of a gradient is as large as what it has in common with others."""
+    """Adds the gradient noise scale: the batch size at which the noise of a gradient equals its signal."""
     noise, signal = metrics.value("gradient_noise"), metrics.value("gradient_signal")
     if noise is not None and signal is not None:
         metrics.add(Metric("noise_scale", noise / signal if noise > 0.0 and signal > 0.0 else None))
@@ -121,6 +121,5 @@ def _with_noise_scale(metrics: StepMetrics) -> StepMetrics:
 
 
 def _is_not_finite(outcome: StepResult) -> bool:
-    """Whether loss or, outside fp16, gradient norm were NaN or infinite."""
     is_loss_finite = outcome.loss is None or math.isfinite(outcome.loss)
     return not is_loss_finite or (outcome.consecutive_bad > 0 and not outcome.is_spike)

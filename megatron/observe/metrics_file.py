@@ -1,9 +1,9 @@
-"""`metrics.jsonl`: one JSON object per line, written so that a kill loses at most the line being written.
+"""`metrics.jsonl`: one JSON object per line; a kill loses at most the line being written.
 
 Every record has a `kind`: `start` (one per program start), `step`, `evaluation`, `task` (of --eval-tasks), `passed`
-(a batch that was not trained on), or `failed_save`. Floats round-trip bit for bit; NaN and the infinities, which JSON
-lacks, are the strings "NaN", "Infinity", "-Infinity". A resumed run appends, so the steps after its checkpoint appear
-twice; the later record counts.
+(a skipped batch), or `failed_save`. Floats round-trip exactly; NaN and infinities, which JSON lacks, are the strings
+"NaN", "Infinity", "-Infinity". A resumed run appends, so that the steps after its checkpoint appear twice; the later
+record counts.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends records to a file; one process at a time may write it.
+    """Appends records to a file; locked for other processes.
 
     Args:
-        path: the file, in an existing folder. An incomplete last line of a killed run is removed.
+        path: the file, in an existing folder. Removes an incomplete last line of a killed run.
 
     Raises:
         ConfigError: another process is writing this file.
@@ -80,9 +80,9 @@ class MetricsFile:
         self._is_open = True
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Appends one record with a single write, so that killing this process cannot leave it incomplete.
+        """Appends one record with a single write, so that a kill cannot leave it incomplete.
 
-        What a full disk took of a record is removed again, at the latest before the next one.
+        A record that a full disk truncated is removed, at the latest before the next one.
 
         Raises:
             StorageError: the write failed.
@@ -110,7 +110,7 @@ class MetricsFile:
         self.write("step", _record_of(metrics))
 
     def interval(self, metrics: StepMetrics) -> None:
-        """Records nothing: every step is already recorded."""
+        """A no-op: every step is already recorded."""
 
     def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
         """Records a validation or test loss; null if no token counts."""
@@ -127,7 +127,6 @@ class MetricsFile:
         )
 
     def task(self, progress: Progress, task: TaskOutcome) -> None:
-        """Records the figures of a task of --eval-tasks."""
         self.write(
             "task",
             {
@@ -141,7 +140,7 @@ class MetricsFile:
             },
         )
 
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self.write("passed", {"iteration": batch["step"], **batch, "passed_batches": number})
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
@@ -165,11 +164,11 @@ class MetricsFile:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as failure:
             raise ConfigError(
-                f"{self.path} is being written by another run. Give each run a folder of its own (--run-dir), or wait "
+                f"{self.path} is being written by another run. Use a separate folder for each run (--run-dir), or wait "
                 "for that run to end."
             ) from failure
         except OSError:
-            log.debug(f"{self.path.parent} does not support file locks; two runs writing there would not be detected.")
+            log.debug(f"{self.path.parent} does not support file locks; two runs in one folder are not detected.")
 
     def _remove_torn_line(self) -> None:
         size = os.fstat(self._descriptor).st_size
@@ -193,13 +192,13 @@ def check_run(path: str | Path) -> None:
     """Checks that a run directory or metrics file exists.
 
     Raises:
-        DataError: it does not; the message names the newest runs under `runs/`, the trainer's default place.
+        DataError: it does not; the message lists the newest runs under `runs/`, the trainer's default.
     """
     if Path(path).exists():
         return
     newest = newest_runs(Path("runs"))
     shown = f" The newest under runs/: {', '.join(map(str, newest))}." if newest else ""
-    raise DataError(f"{path} does not exist. Give a run directory or its {FILE_NAME}.{shown}")
+    raise DataError(f"{path} does not exist. Use a run directory or its {FILE_NAME}.{shown}")
 
 
 def newest_runs(folder: Path, count: int = _SHOWN_RUNS) -> list[Path]:
@@ -209,7 +208,7 @@ def newest_runs(folder: Path, count: int = _SHOWN_RUNS) -> list[Path]:
         try:
             if not path.parent.is_symlink():
                 written_at[path.parent] = path.stat().st_mtime_ns
-        except OSError:  # removed in the meantime
+        except OSError:  # removed meanwhile
             continue
     return sorted(written_at, key=lambda run: (-written_at[run], run.name))[:count]
 
@@ -228,7 +227,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
             lines = stream.read().split(b"\n")
     except OSError as failure:
         raise DataError(
-            f"{path} cannot be read: {failure.strerror}. Give a run directory or its {FILE_NAME}."
+            f"{path} cannot be read: {failure.strerror}. Use a run directory or its {FILE_NAME}."
         ) from failure
     records = []
     for number, text in enumerate(lines, start=1):
@@ -245,17 +244,17 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: str | Path) -> dict[int, dict[str, Any]]:
-    """The records of kind `step` in order of iteration; for a step repeated after a resume, the later record.
+    """The records of kind `step` by iteration; of steps repeated after a resume, the later record.
 
     Raises:
-        DataError: as `read_records`.
+        DataError: see `read_records`.
     """
     steps = {int(record["iteration"]): record for record in read_records(path) if record["kind"] == "step"}
     return dict(sorted(steps.items()))
 
 
 def _record_of(metrics: StepMetrics) -> dict[str, Any]:
-    """The record of a step: a group of metrics is an object, in which losses of sources have their tokens."""
+    """The record of a step: a group of metrics is an object; losses of sources include their tokens."""
     record: dict[str, Any] = dict.fromkeys(RECORDED)
     for name, metric in metrics.items():
         group, _, member = name.partition("/")

@@ -1,6 +1,6 @@
-"""What each destination calls a metric: the one table to extend for a new one.
+"""The name of each metric in each destination; extend this table for a new metric.
 
-`metrics.jsonl` has every metric under its own name, those of a group as one object; dashboard and curves read it.
+`metrics.jsonl` has every metric under its own name, and the metrics of a group as one object.
 
 Source: labels and tags of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py.
 """
@@ -15,7 +15,7 @@ from megatron.objective.metric import StepMetrics
 
 
 class Names(NamedTuple):
-    """The names of a metric; empty where a destination does not show it. In a group, `{name}` is the rest of its name.
+    """The names of a metric; empty if a destination does not show it. In a group, `{name}` is the rest of its name.
 
     Attributes:
         line: label and number format in the line of Megatron's style.
@@ -36,7 +36,7 @@ def _timing(tag: str, wandb: str, line: str = "") -> Names:
     return Names(line, f"iteration-time/{tag}", wandb)
 
 
-# In the order of the line. A name that ends with a slash stands for all metrics of the group.
+# In the order of the log line. A name that ends with a slash stands for all metrics of the group.
 NAMES: Mapping[str, Names] = types.MappingProxyType(
     {
         "consumed_samples": Names("consumed samples: {value:12d}", "", "consumed-samples"),
@@ -89,7 +89,7 @@ NAMES: Mapping[str, Names] = types.MappingProxyType(
     }
 )
 
-# What every record in metrics.jsonl has, in this order; null where a step has no such metric. Others come after these.
+# The entries of every record in metrics.jsonl, in this order; null if a step has no such metric. Others follow.
 RECORDED = (
     *("iteration", "train_iterations", "consumed_samples", "consumed_tokens", "seconds_per_iteration"),
     *("learning_rate", "global_batch_size", "lm_loss", "loss_scale", "gradient_norm", "skipped_iterations"),
@@ -102,7 +102,7 @@ RECORDED = (
 
 
 def named(metrics: StepMetrics, destination: str) -> Iterator[tuple[str, Any]]:
-    """What a destination calls the metrics that have a value, with the values, in the order of the table.
+    """The names of the metrics that have a value in a destination, with the values, in the order of the table.
 
     Args:
         destination: a field of `Names`.

@@ -1,4 +1,4 @@
-"""The progress of a run on one line of a terminal: steps, smoothed loss, tokens per second, remaining time."""
+"""A progress bar for a terminal: steps, smoothed loss, tokens per second, remaining time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DECAY = 0.95
 
 
 class Smoothed:
-    """An exponential moving average without the bias towards its start; values that are not finite do not count."""
+    """A bias-corrected exponential moving average; values that are not finite are ignored."""
 
     def __init__(self, decay: float = _DECAY) -> None:
         self._decay = decay
@@ -38,13 +38,13 @@ class Smoothed:
 
 
 class ProgressBar(ProgressDisplay):
-    """Draws the line, at most ten times a second.
+    """Draws the bar, at most ten times a second.
 
     Args:
         show: draws a line.
         clock: seconds from any origin.
-        columns: the width of the terminal now.
-        has_colour: whether the bar itself is coloured.
+        columns: returns the current width of the terminal.
+        has_colour: colour the bar.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ProgressBar(ProgressDisplay):
         self._shown_at = -math.inf  # the first step is shown at once
 
     def step(self, metrics: StepMetrics) -> None:
-        """Takes the figures of a step, and draws the line if it is time."""
+        """Adds the metrics of a step, and redraws the bar if due."""
         loss, seconds = metrics.value("lm_loss"), metrics.value("seconds_per_iteration")
         if loss is not None:
             self._loss.add(loss)
@@ -72,15 +72,15 @@ class ProgressBar(ProgressDisplay):
 
     def text(self, metrics: StepMetrics) -> str:
         step, last_step = metrics.value("iteration"), metrics.value("train_iterations")
-        figures = [f"{step:,}/{last_step:,}"]
-        figures.append("loss nan" if self._loss.value is None else f"loss {self._loss.value:.4f}")
+        fields = [f"{step:,}/{last_step:,}"]
+        fields.append("loss nan" if self._loss.value is None else f"loss {self._loss.value:.4f}")
         seconds, tokens = self._seconds.value, self._tokens.value
         if seconds and tokens is not None:
-            figures.append(f"{short_count(tokens / seconds)} tokens/s")
+            fields.append(f"{short_count(tokens / seconds)} tokens/s")
         if (utilization := metrics.value("model_flops_utilization_ratio")) is not None:
-            figures.append(f"MFU {utilization:.0%}")
+            fields.append(f"MFU {utilization:.0%}")
         if (seconds_left := metrics.value("eta_seconds")) is not None:
-            figures.append(f"{duration(seconds_left)} left")
+            fields.append(f"{duration(seconds_left)} left")
         return tqdm.format_meter(
             step,
             max(last_step, step),
@@ -89,18 +89,15 @@ class ProgressBar(ProgressDisplay):
             bar_format="{percentage:3.0f}%|{bar}| {figures}",
             ascii=not log.takes_unicode("stderr"),
             colour=self._colour,
-            figures=" | ".join(figures),
+            figures=" | ".join(fields),
         )
 
 
 def wants_bar(watching: WatchingConfig, report: ReportConfig) -> bool:
-    """Whether this process shows a bar: its standard error is a terminal that can erase a line, and nothing forbids it.
-
-    The lines of the other styles of --log-style are what other projects' users ask for.
-    """
+    """True if this process shows a bar: its standard error is a terminal that can erase a line."""
     return (
         watching.progress_bar
-        and report.log_style in ("megatron", "short")
+        and report.log_style in ("megatron", "short")  # users of the other styles expect those projects' lines
         and log.shows_info()
         and log.is_terminal("stderr")
         and environment("TERM", "dumb") != "dumb"
@@ -108,8 +105,5 @@ def wants_bar(watching: WatchingConfig, report: ReportConfig) -> bool:
 
 
 def has_colour() -> bool:
-    """Whether the terminal may be given colours.
-
-    Source: https://no-color.org
-    """
+    """True unless NO_COLOR is set. Source: https://no-color.org"""
     return environment("NO_COLOR") is None

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def short_bytes(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, after days if there are any: 0:12:34, 3 days, 4:05:06."""
+    """Hours, minutes and seconds, with days if needed: 0:12:34, 3 days, 4:05:06."""
     if not seconds < _LONGEST_SECONDS:
         return "more than 10,000 years"
     return str(datetime.timedelta(seconds=round(seconds)))

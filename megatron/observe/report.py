@@ -1,7 +1,6 @@
 """Reports the metrics of every step to the console, `metrics.jsonl`, TensorBoard and W&B.
 
-The last rank prints the console lines, as in upstream. A single process, chosen where the report is opened, writes all
-files, so that they are on one machine.
+The last rank prints the console lines, as in upstream. Rank 0 writes all files.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ from megatron.secret_text import masked_values
 
 
 class Pace:
-    """Estimates when a run ends, from the wall time of all that it does: steps, evaluations, saves.
+    """Estimates the remaining time of a run from the wall time of steps, evaluations and saves.
 
-    The first step holds one-off costs (compilation, memory, the first read of files), so it counts only until there is
-    another.
+    The first step includes one-time costs (compilation, allocation, first reads), so it counts only until the second.
 
     Args:
         clock: seconds from any origin.
@@ -46,11 +44,11 @@ class Pace:
         self._marks: list[tuple[int, float]] = []
 
     def mark(self, step: int) -> None:
-        """Notes that this many steps are complete; called when training starts and after each step."""
+        """Records the number of completed steps; called when training starts and after each step."""
         now = self._clock()
         if self._marks and self._marks[-1][0] == step:
             return
-        # The first two marks bound the first step; of all later ones only the newest is needed.
+        # The first two marks enclose the first step; of later ones only the newest is needed.
         del self._marks[2:]
         self._marks.append((step, now))
 
@@ -58,12 +56,12 @@ class Pace:
         """The estimated time from the last mark to the last step; None before two marks."""
         if len(self._marks) < 2:
             return None
-        (first, begun_at), (last, now) = self._marks[-2:] if len(self._marks) == 2 else self._marks[1:]
-        return max(0, train_iterations - step) * (now - begun_at) / (last - first)
+        (first, started_at), (last, now) = self._marks[-2:] if len(self._marks) == 2 else self._marks[1:]
+        return max(0, train_iterations - step) * (now - started_at) / (last - first)
 
 
 class Bar(Protocol):
-    """What draws the progress on a terminal."""
+    """A progress bar on a terminal."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Called after every step."""
@@ -71,13 +69,13 @@ class Bar(Protocol):
 
 @dataclass(frozen=True)
 class ReportOutputs:
-    """Where the events of a run go on this rank.
+    """The outputs of a run's report on this rank.
 
     Attributes:
-        style: what the lines of steps and evaluations look like.
+        style: format of the lines of steps and evaluations.
         destinations: the destinations besides the console; empty on ranks that write nothing.
-        bar: the bar that this process draws; None for none.
-        hides_lines: whether the lines of steps are kept in log.txt alone, since rank 0 draws a bar in their place.
+        bar: the progress bar of this process, if any.
+        hides_lines: write the lines of steps only to log.txt, since rank 0 draws a bar instead.
     """
 
     style: LineStyle
@@ -94,13 +92,13 @@ class Report:
     Args:
         config: provides the log interval.
         optim: determines the length of the run.
-        workload: what turns samples into tokens and operations.
-        outputs: where events go.
-        samples_per_epoch: training samples of a pass over all data; None without training data.
-        pace: estimates when the run ends.
-        shows_loss_scale: whether to report the loss scale (fp16).
-        arguments: every argument by name, for destinations that show them.
-        experts_per_token: the k of routers that are watched, see `CollapseWatch`.
+        workload: converts samples to tokens and FLOPs.
+        outputs: the outputs on this rank.
+        samples_per_epoch: training samples per epoch; None without training data.
+        pace: estimates the remaining time.
+        shows_loss_scale: report the loss scale (fp16).
+        arguments: all arguments by name, for destinations that show them.
+        experts_per_token: the k of the routers, see `CollapseWatch`.
     """
 
     def __init__(
@@ -151,10 +149,9 @@ class Report:
 
         Args:
             progress: after the step.
-            outcome: what the engine returned.
-            learning_rate: the rate that was applied.
+            outcome: the result of the engine.
             seconds: wall time of the step.
-            others: what else was measured.
+            others: additional metrics.
         """
         self._pace.mark(progress.step)
         layers = layers_of_step(outcome.sums)
@@ -184,9 +181,7 @@ class Report:
         """Reports the loss of one data group.
 
         Args:
-            progress: the point in training.
-            group: the group's name.
-            prefix: the same as text, such as "iteration 100".
+            prefix: the point in training as text, such as "iteration 100".
             loss: mean loss per counted token, in nats; None if no token counts.
         """
         position = self._position(progress.step, progress.consumed_samples)
@@ -196,47 +191,45 @@ class Report:
         self._record("evaluation", progress.step, lambda destination: destination.evaluation(progress, group, loss))
 
     def task(self, progress: Progress, prefix: str, task: TaskOutcome) -> None:
-        """Reports the figures of one task of --eval-tasks.
+        """Reports the results of one task of --eval-tasks.
 
         Args:
-            progress: the point in training.
-            prefix: the same as text, such as "iteration 100".
-            task: what was measured.
+            prefix: the point in training as text, such as "iteration 100".
         """
         for text in task_lines(task, prefix):
             log.line(text)
         self._record("task", progress.step, lambda destination: destination.task(progress, task))
 
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Reports a batch that was not trained on.
+    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Reports a skipped batch.
 
         Args:
-            progress: after it.
-            batch: as in `Record.passed_batches`.
-            number: how many there were in this run, this one included.
+            progress: after the batch.
+            batch: an entry of `Record.passed_batches`.
+            number: skipped batches in this run so far, including this one.
         """
         log.line(
-            f"passed over the batch of iteration {batch['step']} (samples {batch['first_sample']} to "
-            f"{batch['last_sample']}), on which starts of this run ended in NaN | passed batches: {number:3d}"
+            f"skipped the batch of iteration {batch['step']} (samples {batch['first_sample']} to "
+            f"{batch['last_sample']}), on which starts of this run ended in NaN | skipped batches: {number:3d}"
         )
-        self._record("passed", batch["step"], lambda destination: destination.passed(progress, batch, number))
+        self._record(
+            "skipped_batch", batch["step"], lambda destination: destination.skipped_batch(progress, batch, number)
+        )
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
-        """Reports a save that the file system refused.
+        """Reports a failed save.
 
         Args:
-            progress: when that was learned.
-            step: what was to be saved.
-            number: how many have failed in a row, this one included.
+            progress: at the time of the report.
+            step: the step of the checkpoint.
+            number: consecutive failures, including this one.
         """
         self._record(
             "failed_save", progress.step, lambda destination: destination.failed_save(progress, step, reason, number)
         )
 
     def flush(self) -> None:
-        """Prints the line for the steps since the last one, if any; also called when a run ends within a log
-        interval.
-        """
+        """Prints the line for the steps since the last line, if any; also called at the end of a run."""
         if not self._unreported:
             return
         metrics, self._unreported = mean_of(self._unreported), []
@@ -246,7 +239,7 @@ class Report:
         self._record("interval", step, lambda destination: destination.interval(metrics))
 
     def close(self) -> None:
-        """Prints remaining steps, closes every destination, and says what is missing in them."""
+        """Prints remaining steps, closes all destinations, and warns of missing records."""
         self.flush()
         log.close_status()
         for destination in self.destinations:
@@ -264,7 +257,7 @@ class Report:
 
 
 def check_packages(config: ReportConfig) -> None:
-    """Checks that the packages of the requested destinations are installed, before anything heavy is built.
+    """Checks that the packages of the requested destinations are installed.
 
     Raises:
         ConfigError: one is missing.
@@ -285,14 +278,12 @@ def open_destinations(
 ) -> list[Destination]:
     """Opens all requested destinations; called only on the process that writes files.
 
-    Nothing is lost yet, so what cannot be opened is an error, except for W&B when a run is resumed: its service may be
-    down while nobody is there to leave out the flag.
+    A destination that cannot be opened is an error, except W&B when a run is resumed, possibly unattended.
 
     Args:
-        config: whether to write TensorBoard and W&B, and an alternative path of the metrics file.
-        workload: sizes for the rates per replica.
-        run_directory: the folder of the run, where `metrics.jsonl` goes.
-        is_resume: whether the run continues from a checkpoint.
+        workload: for the rates per replica.
+        run_directory: the folder of the run, for `metrics.jsonl`.
+        is_resume: the run resumes from a checkpoint.
         loss_tags: additional TensorBoard tags of the training and the validation loss.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What the routers of a network did: figures of a step or an interval, and a warning when one of them collapses."""
+"""Routing statistics of a step or an interval, and a warning when a router collapses."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from megatron.model.blocks.router import (
 from megatron.objective.metric import Metric, Reduction
 
 ROUTING = "routing"  # the group of the metrics
-MOST_LISTED = 512  # experts of all layers together whose shares are recorded with every step
-EXTREMES = 4  # of each layer in a network of more, the busiest and the idlest experts that are recorded
+MOST_LISTED = 512  # the shares of all experts are recorded with every step up to this number over all layers
+EXTREMES = 4  # above it, the number of busiest and idlest experts recorded per layer
 COLLAPSE_STEPS = 20
 _COLLAPSE_RATIO = 0.1
 
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """How a layer's tokens were divided over its experts.
+    """The distribution of a layer's tokens over its experts.
 
     Attributes:
-        experts: their number.
+        experts: number of experts.
         largest_load: tokens of the busiest expert relative to an even load.
-        effective_experts: the number of equally used experts that would have the same entropy: `exp(-sum(p log p))` of
-            the shares p.
-        dropped_ratio: share of the choices that experts did not take; None without a capacity.
-        shares: the share of each expert in the choices; empty in a network of many experts.
-        dropped_ratios: the share of each expert's tokens that it did not take; empty without a capacity, and as shares.
-        busiest, idlest: by expert, the largest and the smallest shares, in order; empty where `shares` has all.
+        effective_experts: `exp(entropy)` of the shares: the number of equally used experts with the same entropy.
+        dropped_ratio: share of dropped tokens; None without a capacity.
+        shares: share of each expert in the tokens; empty in a network of many experts.
+        dropped_ratios: share of dropped tokens by expert; empty without a capacity, or in a network of many experts.
+        busiest, idlest: largest and smallest shares by expert, in order; empty if `shares` has all.
     """
 
     experts: int
@@ -51,20 +50,19 @@ class LayerRouting:
 
 
 def layers_of_step(sums: Mapping[str, Sequence[float]]) -> dict[int, LayerRouting]:
-    """How each routed layer divided the tokens of a step, from the sums that its routers recorded."""
+    """The routing of each layer in a step, from the sums recorded by its routers."""
     loads = {layer: sums[expert_tokens(layer)] for layer in layers_of(sums)}
     is_listed = sum(map(len, loads.values())) <= MOST_LISTED
     return {layer: _layer(tokens, sums.get(dropped_tokens(layer)), is_listed) for layer, tokens in loads.items()}
 
 
 def routing_metrics(sums: Mapping[str, Sequence[float]], layers: Mapping[int, LayerRouting]) -> Iterator[Metric]:
-    """The metrics of a step, over all routed layers; none without experts.
+    """The metrics of a step over all routed layers; none without experts.
 
-    Losses and the entropy of a token's router probabilities, in nats, are means over layers and micro-batches: the loss
-    is 1 for an even load, the entropy log(experts) for a router without preference. Loads are those of a global batch
-    relative to an even one: of the busiest expert of any layer, and the mean of the busiest ones of each layer. Idle
-    are experts that no token chose; dropped, the share of choices that experts did not take, which only a capacity
-    makes them do.
+    Losses and the entropy of a token's router probabilities (nats) are means over layers and micro batches: the loss is
+    1 for an even load, the entropy log(experts) for a uniform router. Loads are relative to an even load of the global
+    batch: of the busiest expert of any layer, and the mean over layers of the busiest experts. Idle experts received no
+    token; tokens are dropped only with a capacity.
     """
     if not layers:
         return
@@ -74,13 +72,13 @@ def routing_metrics(sums: Mapping[str, Sequence[float]], layers: Mapping[int, La
     loads = [sums[expert_tokens(layer)] for layer in layers]
     dropped = [sums[name] for layer in layers if (name := dropped_tokens(layer)) in sums]
     choices = max(math.fsum(map(math.fsum, loads)), 1.0)
-    figures = {
+    values = {
         "largest_load": max(largest),
         "mean_largest_load": math.fsum(largest) / len(largest),
         "idle_experts": float(sum(count == 0 for tokens in loads for count in tokens)),
         "dropped_ratio": sum(map(math.fsum, dropped)) / choices if dropped else None,
     }
-    for name, value in figures.items():
+    for name, value in values.items():
         yield Metric(f"{ROUTING}/{name}", value)
     yield Metric(f"{ROUTING}/layers", {index: vars(layer) for index, layer in layers.items()}, reduction=Reduction.LAST)
 
@@ -104,11 +102,11 @@ def _layer(tokens: Sequence[float], dropped: Sequence[float] | None, is_listed: 
 
 
 class CollapseWatch:
-    """Notices routers that have stopped choosing.
+    """Detects collapsed routers.
 
-    If every token chose the same k of e experts, as few as k would be in effective use; if each chose at random, all e.
-    A router has collapsed once it was nearer than a tenth of that way to k in 20 consecutive steps: at most
-    `k + (e - k) / 10` effective experts. It is reported once, and again only after a step above that.
+    If every token chose the same k of e experts, k would be in effective use; with random choices, all e. A router has
+    collapsed after 20 consecutive steps with at most `k + (e - k) / 10` effective experts. It is reported once, and
+    again only after a step above that.
 
     Args:
         top_k: experts per token.
@@ -119,7 +117,7 @@ class CollapseWatch:
         self._steps: Counter[int] = Counter()
 
     def sentences(self, layers: Mapping[int, LayerRouting]) -> Iterator[str]:
-        """Takes note of a step; one sentence for each layer whose router has collapsed with it."""
+        """Adds a step; yields a message for each layer whose router has now collapsed."""
         for index, layer in layers.items():
             fewest = min(self._top_k, layer.experts)
             limit = fewest + _COLLAPSE_RATIO * (layer.experts - fewest)
@@ -127,8 +125,8 @@ class CollapseWatch:
             self._steps[index] = self._steps[index] + 1 if is_few else 0
             if self._steps[index] == COLLAPSE_STEPS:
                 yield (
-                    f"the router of layer {index} has collapsed: in {COLLAPSE_STEPS} steps, its tokens used as few as "
-                    f"{layer.effective_experts:.1f} of {layer.experts} experts (effective number; {fewest} is the "
-                    f"least, and more than {limit:.1f} are expected). Use a larger --moe-aux-loss-coeff, or "
+                    f"the router of layer {index} has collapsed: over {COLLAPSE_STEPS} steps, its tokens used only "
+                    f"{layer.effective_experts:.1f} of {layer.experts} experts (effective number; the minimum is "
+                    f"{fewest}, more than {limit:.1f} are expected). Use a larger --moe-aux-loss-coeff, or "
                     "--moe-router-enable-expert-bias from the start."
                 )

@@ -6,9 +6,9 @@
         metrics.jsonl  one record per step (see metrics_file.py)
         log.txt        log output of rank 0
 
-A program may name git.txt and git.diff otherwise (--run-files), and have its own flags in one more file.
+A program may choose other names for git.txt and git.diff (--run-files), and add a file with its own flags.
 
-Only rank 0 writes here. If a run is resumed in its folder, the files of earlier starts are kept as config.1.json,
+Only rank 0 writes here. When a run resumes in its folder, files of earlier starts are kept as config.1.json,
 config.2.json, ...
 """
 
@@ -60,15 +60,15 @@ def open_run_directory(
     names: RunFileNames = MEGATRON_FILES,
     program_flags: str | None = None,
 ) -> RunDirectory:
-    """Creates the run directory and describes the run in it; called on rank 0 only.
+    """Creates the run directory and writes the description of the run; called on rank 0 only.
 
     Args:
-        run_dir: the folder (--run-dir); None creates a new one under `runs/`.
+        run_dir: the folder (--run-dir); None to create a new one under `runs/`.
         config: the resolved configuration as JSON.
         name: prefix of a new folder's name.
-        is_resume: whether the run continues from a checkpoint (--load), so that the folder may already hold a run.
-        source: a file of the checkout whose state is recorded; by default the running program's.
-        names: how the files are named (--run-files).
+        is_resume: the run resumes from a checkpoint (--load), so that the folder may already contain a run.
+        source: a file of the checkout whose state is recorded; by default this program's.
+        names: file names (--run-files).
         program_flags: the JSON of the program's own flags (--program-flags).
 
     Raises:
@@ -83,10 +83,9 @@ def open_run_directory(
             _write(path / names.flags, json.dumps(masked_values(json.loads(program_flags or "{}")), indent=2) + "\n")
         _describe_source(path, names, source or Path(__file__))
     except OSError as failure:
-        place = run_dir or "runs/"
         raise StorageError(
-            f"The run directory {place} cannot be written: {failure.strerror} ({failure.filename}). Choose another "
-            "(--run-dir)."
+            f"The run directory {run_dir or 'runs/'} cannot be written: {failure.strerror} ({failure.filename}). Use "
+            "another (--run-dir)."
         ) from failure
     return RunDirectory(path)
 
@@ -129,8 +128,8 @@ def _given_folder(path: Path, is_resume: bool) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     if (path / "config.json").exists() and not is_resume:
         raise ConfigError(
-            f"--run-dir {path} already holds a run. Give a new run another folder, or continue the old one from its "
-            f"checkpoint (--load)."
+            f"--run-dir {path} already contains a run. Use another folder for a new run, or resume the existing run "
+            "from its checkpoint (--load)."
         )
     return path
 
@@ -152,7 +151,7 @@ def _write(path: Path, content: str | bytes) -> None:
 
 
 def _describe_source(path: Path, names: RunFileNames, source: Path) -> None:
-    """Records commit, changed files and diff of the checkout that `source` belongs to."""
+    """Records commit, changed files and diff of the checkout that contains `source`."""
     folder = source.resolve().parent
     if _git(folder, "ls-files", "--error-unmatch", "--", str(source.resolve())) is None:
         _write(path / names.commit, f"not a git checkout, or git is not installed: {folder}\n")
@@ -168,9 +167,9 @@ def _describe_source(path: Path, names: RunFileNames, source: Path) -> None:
     _write(path / names.changes, changes or b"")
 
 
-def _git(folder: Path, *words: str) -> bytes | None:
-    """Output of a git command; None if it failed, took too long, or git is missing."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """Output of a git command; None if it failed, timed out, or git is missing."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):

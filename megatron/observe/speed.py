@@ -1,4 +1,4 @@
-"""How fast a run is, and how fast it could be: operations of a step, peaks of devices, rates."""
+"""Throughput of a run: FLOPs per step, peak FLOP/s of devices, utilization."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.parallel.schedule.building import idle_share
 
 _TERA = 1e12
 
-# Words that must all be in the device's name, and TFLOP/s in bfloat16 with dense matrices: half of what data sheets
-# call "with sparsity". The first row that fits counts. Source: NVIDIA's data sheets of these devices.
+# Words in the device's name, and dense bfloat16 TFLOP/s (half of the data sheets' figures "with sparsity"). The first
+# match counts. Source: NVIDIA's data sheets.
 _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("B200",), 2250.0),
     (("H200", "NVL"), 835.5),
@@ -40,16 +40,16 @@ def peak_flops_per_second(device_name: str, *, is_half_precision: bool, given_te
     """The peak of a device; None if unknown.
 
     Args:
-        device_name: as the driver gives it, such as "NVIDIA A100-SXM4-80GB".
-        is_half_precision: whether matrices are multiplied in bfloat16 or float16; the table knows no other peaks.
-        given_teraflops: the value given by the user (--peak-tflops).
+        device_name: as reported by the driver, such as "NVIDIA A100-SXM4-80GB".
+        is_half_precision: matrices are multiplied in bfloat16 or float16; the table has no other peaks.
+        given_teraflops: --peak-tflops.
     """
     if given_teraflops is not None:
         return given_teraflops * _TERA
     if not is_half_precision:
         return None
-    words = set(device_name.replace("-", " ").split())
-    return next((peak * _TERA for names, peak in _PEAKS if words.issuperset(names)), None)
+    parts = set(device_name.replace("-", " ").split())
+    return next((peak * _TERA for names, peak in _PEAKS if parts.issuperset(names)), None)
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class Workload:
         device_count: number of devices.
         replica_count: number of data-parallel replicas.
         parameters_without_embeddings: parameters of the whole network without embeddings.
-        model_flops_per_sample: FLOPs per sample that training takes without recompute, see `model_flops_per_sample`.
-        peak_flops_per_second: what a device could do at most; None if unknown.
+        model_flops_per_sample: FLOPs per sample without recompute, see the function of that name.
+        peak_flops_per_second: peak of a device; None if unknown.
         stages: number of pipeline stages.
         schedule: of the pipeline, by name or file.
         chunks_per_rank: chunks of the network on each stage.
-        chunk_costs: what a pass of each chunk of the network costs, in any unit; empty if all cost the same.
-        micro_batch_size: samples of a micro-batch.
-        attention_flops_per_sample: the part of `flops_per_sample` that grows with the square of the length.
+        chunk_costs: cost of each chunk of the network, in any unit; empty if all cost the same.
+        micro_batch_size: samples per micro batch.
+        attention_flops_per_sample: the part of `flops_per_sample` that is quadratic in the length.
         model_attention_flops_per_sample: the same part of `model_flops_per_sample`.
     """
 
@@ -105,16 +105,14 @@ class Workload:
             **constants: the other attributes.
         """
         lengths = (sequence_length, 2 * sequence_length)
-        upstreams, upstreams_of_two = (
-            flops_per_sample(model, length, recomputes, predicted_share) for length in lengths
-        )
-        own, own_of_two = (model_flops_per_sample(model, length, predicted_share) for length in lengths)
+        hardware, hardware_double = (flops_per_sample(model, length, recomputes, predicted_share) for length in lengths)
+        needed, needed_double = (model_flops_per_sample(model, length, predicted_share) for length in lengths)
         return cls(
             sequence_length,
-            upstreams,
-            model_flops_per_sample=own,
-            attention_flops_per_sample=upstreams_of_two / 2 - upstreams,
-            model_attention_flops_per_sample=own_of_two / 2 - own,
+            hardware,
+            model_flops_per_sample=needed,
+            attention_flops_per_sample=hardware_double / 2 - hardware,
+            model_attention_flops_per_sample=needed_double / 2 - needed,
             **constants,  # type: ignore[arg-type]
         )
 
@@ -139,7 +137,7 @@ class Workload:
         return 6.0 * tokens * self.parameters_without_embeddings / 1e9
 
     def utilization_ratio(self, samples_per_second: float) -> float | None:
-        """Model FLOPs utilization: the share of the devices' peak that training without recompute would take.
+        """Model FLOPs utilization (MFU): FLOPs without recompute relative to the devices' peak.
 
         Source: Chowdhery et al., "PaLM", 2022, appendix B.
         """
@@ -148,13 +146,12 @@ class Workload:
         return samples_per_second * self.model_flops_per_sample / self.device_count / self.peak_flops_per_second
 
     def bubble_ratio(self, global_batch_size: int) -> float | None:
-        """The share of a step that a stage of a pipeline has nothing to do, if passes take as long as chunks cost.
+        """The idle share of a pipeline stage by simulation of the schedule; None without a pipeline.
 
-        That is the simulated share of the schedule; (p - 1) / (m + p - 1) for 1F1B with p equal stages and m
-        micro-batches. None without a pipeline. Transfers between stages and what follows the last backward pass are not
-        in it.
+        For 1F1B with p equal stages and m micro batches it is (p - 1) / (m + p - 1). Transfers between stages and work
+        after the last backward pass are excluded.
 
-        Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, of the ideal time; here of the whole time.
+        Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, relative to the ideal time; here to the total.
         """
         if self.stages == 1:
             return None
@@ -165,13 +162,12 @@ class Workload:
 def flops_per_sample(
     model: ModelConfig, sequence_length: int, recomputes: bool = False, predicted_share: float = 1.0
 ) -> float:
-    """FLOPs of training on one sequence: 3 times the blocks' FLOPs in a forward pass, or 4 times with recompute.
+    """FLOPs of training on one sequence: 3 times the blocks' forward FLOPs, or 4 times with recompute.
 
-    Multi-token prediction counts as a block, its passes through the head included.
+    Multi-token prediction counts as a block, including its passes through the head.
 
-    For GPT-2's network this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention
-    to all s tokens, and 3/4 of the output head's passes, which it assumes not to be recomputed; so does this, for
-    encoders, whose tokens do attend to all, as well. Of the experts, a token counts those it goes to.
+    For GPT-2 this is upstream's 24 * 3 * s * L * h^2 * (1 + s / (6 h) + V / (16 L h)), which counts attention to all s
+    tokens, and 3/4 of the output head, assuming that it is not recomputed. Only the active experts of a token count.
 
     Args:
         predicted_share: share of the positions that pass through the heads.
@@ -184,10 +180,10 @@ def flops_per_sample(
 
 
 def model_flops_per_sample(model: ModelConfig, sequence_length: int, predicted_share: float = 1.0) -> float:
-    """FLOPs of forward and backward on one sequence, without recompute: 3 times the FLOPs of a forward pass.
+    """FLOPs of forward and backward on one sequence without recompute: 3 times the FLOPs of a forward pass.
 
-    That is 6 for each parameter of a matrix and token, and 12 L h s for each token's attention to all s tokens. Of the
-    experts, a token counts those it goes to.
+    That is 6 per matrix parameter and token, and 12 L h s per token for attention to all s tokens. Only the active
+    experts of a token count.
 
     Args:
         predicted_share: share of the positions that pass through the heads.
@@ -199,7 +195,7 @@ def model_flops_per_sample(model: ModelConfig, sequence_length: int, predicted_s
 
 
 def _forward_flops_per_token(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
-    """FLOPs of a forward pass for one token: of the blocks and of the heads."""
+    """Forward FLOPs per token of the blocks and of the heads."""
     costs = [block_cost(model, layer) for layer in range(model.num_layers)]
     costs.append(multi_token_cost(model))
     blocks = sum(cost.flops_per_token + sequence_length * cost.flops_per_token_pair for cost in costs)

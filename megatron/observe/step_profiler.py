@@ -1,6 +1,6 @@
-"""Traces of a window of steps on chosen ranks, for chrome://tracing and Perfetto, and tables of their operations.
+"""Profiles a window of steps on selected ranks: traces for chrome://tracing and Perfetto, and tables of operations.
 
-Before and after the window nothing is recorded, so only these steps are slower.
+Steps outside the window are not slowed down.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _ROWS = 40
 
 
 class StepProfiler:
-    """Profiles the steps of `WatchingConfig.profiled_steps` on this rank, if it is one of those asked for.
+    """Profiles the steps of `WatchingConfig.profiled_steps`, if this rank is selected.
 
     Args:
-        watching: which steps, which ranks and how much.
-        folder: the run folder; traces go into a folder in it.
+        watching: the steps, ranks and level of detail.
+        folder: the run folder; traces are written to a subfolder.
         rank: this rank.
-        done: steps that were complete when this start of the run began.
+        done: steps completed before this start.
     """
 
     def __init__(self, watching: WatchingConfig, folder: Path, rank: int, done: int = 0) -> None:
@@ -46,10 +46,7 @@ class StepProfiler:
         return cls(WatchingConfig(), Path(), 0)
 
     def before(self, step: int) -> None:
-        """Starts to record before the first step of the window; one step earlier, without keeping it, if there is one.
-
-        The first step under a profiler is slower than those that follow.
-        """
+        """Starts the profiler before the window, with a warm-up step if possible: the first profiled step is slower."""
         if self._last and step == self._first - self._warmup_steps and step <= self._last:
             with _without_advice():
                 self._profile = profiler.profile(
@@ -74,7 +71,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what has been recorded of a window that the run has not completed."""
+        """Writes the trace of a window that the run has not completed."""
         if self._profile is not None:
             profile, self._profile = self._profile, None
             profile.stop()
@@ -91,14 +88,14 @@ class StepProfiler:
         except (OSError, RuntimeError) as failure:
             log.warning(f"the profile {trace} cannot be written: {failure}. The run continues.")
             return
-        log.info(f"profile of steps {self._first} to {self._taken}: {trace} (and .txt: the operations by time)")
+        log.info(f"profile of steps {self._first} to {self._taken}: {trace} (and .txt: operations by time)")
 
 
 def profile_notices(watching: WatchingConfig, done: int, train_iterations: int, folder: Path) -> list[str]:
-    """What is to be said about a profile before training starts.
+    """Notices about the profile, logged before training starts.
 
     Args:
-        done: steps that are complete.
+        done: completed steps.
         train_iterations: the last step of the run.
     """
     if watching.profiled_steps is None:
@@ -106,15 +103,15 @@ def profile_notices(watching: WatchingConfig, done: int, train_iterations: int, 
     first, last = watching.profiled_steps
     if last <= done or first > train_iterations:
         return [
-            f"warning: --profile asks for steps {first} to {last}, and this run trains steps {done + 1} to "
-            f"{train_iterations}: none is profiled. Give --profile-step-start {done + 1} or another one of these."
+            f"warning: --profile selects steps {first} to {last}, but this run trains steps {done + 1} to "
+            f"{train_iterations}: none is profiled. Use --profile-step-start {done + 1} or a later one."
         ]
     ranks = ", ".join(map(str, watching.profile_ranks))
     return [f"steps {first} to {last} are profiled on rank {ranks}, into {folder / FOLDER}"]
 
 
 def check_profile_ranks(watching: WatchingConfig, world_size: int) -> None:
-    """Checks that the ranks to be profiled exist.
+    """Checks that the ranks to profile exist.
 
     Raises:
         ConfigError: one does not.
@@ -128,7 +125,6 @@ def check_profile_ranks(watching: WatchingConfig, world_size: int) -> None:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without torch's warning that a profile of a run's first step has no warm-up."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings():  # of torch, that the profile of a first step has no warm-up
         warnings.simplefilter("ignore")
         yield

@@ -1,7 +1,7 @@
-"""Which rank of a run is slowest, in what, and how often it was: from what the ranks say of themselves.
+"""The slowest rank of a run, by the timings that ranks report.
 
-Time in messages is left out, in which fast ranks wait for slow ones. Ranks are compared with those that have the same
-work: those of the same pipeline stage.
+Communication, in which fast ranks wait for slow ones, is excluded. Ranks are compared within their pipeline stage,
+where all have the same work.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from dataclasses import dataclass
 from typing import final
 
 PHASES = ("data", "computation")
-# A rank is named as a straggler if it was slowest in so many reports in a row, each time by this factor.
+# A straggler was slowest in this many consecutive reports, each time by this factor.
 REPORTS_TO_NAME = 3
 _STRAGGLER_RATIO = 1.1
 
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """One report.
+    """The slowest rank since the previous report.
 
     Attributes:
-        phase: one of `PHASES`, in which the rank is furthest behind.
-        worst_seconds: a step of it takes on that rank.
-        median_seconds: the same on the ranks with the same work.
-        times: in how many of the reports so far the rank was the slowest.
-        is_straggler: whether it was in the last ones, by a tenth or more.
+        phase: the phase, one of `PHASES`, in which the rank is furthest behind.
+        worst_seconds: time per step of this phase on that rank.
+        median_seconds: the median over ranks with the same work.
+        times: number of reports so far in which the rank was slowest.
+        is_straggler: the rank was slowest, by a tenth or more, in the last `REPORTS_TO_NAME` reports.
     """
 
     rank: int
@@ -41,16 +41,16 @@ class StragglerReport:
 
     @property
     def ratio(self) -> float:
-        """How much longer the rank takes than the median."""
+        """Time of the rank relative to the median."""
         return self.worst_seconds / self.median_seconds if self.median_seconds else float("inf")
 
 
 @final
 class RankTimings:
-    """Compares the ranks at each report with the report before.
+    """Compares the timings of the ranks between reports.
 
     Args:
-        peers_of: a number for each rank that is the same for ranks with the same work.
+        peers_of: maps a rank to its group of ranks with the same work.
     """
 
     def __init__(self, peers_of: Callable[[int], int]) -> None:
@@ -58,13 +58,13 @@ class RankTimings:
         self._before: dict[int, tuple[int, ...]] = {}
         self._times: Counter[int] = Counter()
         self._reports = 0
-        self._row = (-1, 0)  # a rank, and in how many reports in a row it was far behind
+        self._streak = (-1, 0)  # a rank, and the number of consecutive reports in which it was far behind
 
     def report(self, paces: Mapping[int, Sequence[int]]) -> StragglerReport | None:
-        """The slowest rank since the report before; None if too few ranks have said anything since.
+        """The slowest rank since the previous report; None if too few ranks have reported.
 
         Args:
-            paces: for each rank the steps it has made, and the milliseconds of each phase, all since its start.
+            paces: by rank, the number of steps and the milliseconds in each phase, both since its start.
         """
         seconds: dict[int, list[float]] = {}
         for rank, pace in paces.items():
@@ -89,7 +89,7 @@ class RankTimings:
         self._reports += 1
         self._times[rank] += 1
         is_far = behind >= (_STRAGGLER_RATIO - 1) * whole and behind > 0
-        self._row = (rank, (self._row[1] if self._row[0] == rank else 0) + 1) if is_far else (-1, 0)
+        self._streak = (rank, (self._streak[1] if self._streak[0] == rank else 0) + 1) if is_far else (-1, 0)
         return StragglerReport(
             rank,
             len(seconds),
@@ -98,5 +98,5 @@ class RankTimings:
             median_seconds,
             self._times[rank],
             self._reports,
-            self._row[1] >= REPORTS_TO_NAME,
+            self._streak[1] >= REPORTS_TO_NAME,
         )

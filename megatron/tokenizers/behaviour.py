@@ -1,7 +1,7 @@
-"""What a tokenizer does to a text, in parts: by them two forms of one tokenizer are the same, whatever their files are.
+"""The behaviour of a tokenizer, in parts, which identifies equal tokenizers in different file formats.
 
-`vocab.json` with `merges.txt` and the `tokenizer.json` of the same differ in their files and give the same ids. What is
-stored of a part is a line of numbers, from which a single changed entry can still be named.
+For example, `vocab.json` with `merges.txt` and the equivalent `tokenizer.json` give the same ids. The stored summary of
+a part is a line of numbers that still identifies a single changed entry.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from megatron.errors import printable
 from megatron.tokenizers.tokenizer_files import canonical
 
 VOCABULARY, MERGES, SPECIAL = "vocabulary", "merges", "special tokens"
-_ENTRIES: Mapping[str, str] = {VOCABULARY: "token", MERGES: "merge"}  # what one entry of a part is called
+_ENTRIES: Mapping[str, str] = {VOCABULARY: "token", MERGES: "merge"}  # name of one entry
 _BYTES = 256
-# Fields that change no id: of a pre-tokenizer the offsets, of a model what is only drawn in its own training.
+# Fields without effect on ids: offsets of a pre-tokenizer, and fields compared separately.
 _WITHOUT_EFFECT = frozenset({"trim_offsets", "vocab", "merges", "unk_id"})
 
 TokenizerParts = Mapping[str, Sequence[str]]
 
 
 def parts_of(description: Mapping[str, Any], added: tuple[Sequence[int], Sequence[int]]) -> TokenizerParts:
-    """The parts of a `tokenizer.json`, each as its entries.
+    """Returns the parts of a `tokenizer.json`, each as its entries.
 
-    How it finds its special tokens inside of a text is not among them: the types of Megatron take them for text.
+    Matching of special tokens in texts is excluded: Megatron's types treat them as text.
 
     Args:
-        description: as the library writes it, with nothing left out.
+        description: complete, as written by the library.
         added: ids before and after every text.
     """
     model = description["model"]
@@ -66,57 +66,58 @@ def parts_of(description: Mapping[str, Any], added: tuple[Sequence[int], Sequenc
 
 
 def summaries(parts: TokenizerParts) -> dict[str, str]:
-    """What is stored of the parts: of each the number of its entries, a digest, and two sums of checksums.
+    """Returns the stored form of the parts: number of entries, digest, and two sums of checksums of each.
 
-    The sums tell which entry it is if only one differs: with the checksums c of n entries they are the sums of c[i] and
-    of i c[i], so their differences have the ratio i.
+    The sums identify a single differing entry: they are the sums of the checksums c[i] and of i c[i], so their
+    differences have the ratio i.
     """
     by_name = {}
     for name, entries in parts.items():
         checks = [zlib.crc32(entry.encode("utf-8", "surrogatepass")) for entry in entries]
         digest = hashlib.sha256("\0".join(entries).encode("utf-8", "surrogatepass")).hexdigest()[:32]
-        by_name[name] = f"{len(entries)} {digest} {sum(checks)} {sum(place * one for place, one in enumerate(checks))}"
+        weighted = sum(index * check for index, check in enumerate(checks))
+        by_name[name] = f"{len(entries)} {digest} {sum(checks)} {weighted}"
     return by_name
 
 
-def differences(then: Mapping[str, str], now: Mapping[str, str], parts: TokenizerParts) -> Iterator[str]:
-    """In words, what two tokenizers do differently.
+def differences(before: Mapping[str, str], now: Mapping[str, str], parts: TokenizerParts) -> Iterator[str]:
+    """Describes the differences between two tokenizers.
 
     Args:
-        then, now: what `summaries` gave of them.
-        parts: the entries of the second; empty where only its summaries are known.
+        before, now: their `summaries`.
+        parts: the entries of the second; empty if only its summaries are known.
     """
-    differing = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+    differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     for name in differing:
         if name == SPECIAL and MERGES in differing:
             continue  # a token that no merge makes any more counts as special
         entry = _ENTRIES.get(name)
-        numbers = [_numbers(stored.get(name, "")) for stored in (then, now)]
+        numbers = [_numbers(stored.get(name, "")) for stored in (before, now)]
         if entry is None or None in numbers:
             yield f"the {name} differ{'' if name.endswith('s') else 's'}"
             continue
         (count, first, second), (now_count, now_first, now_second) = numbers  # type: ignore[misc]
         change = now_first - first
-        place, rest = divmod(now_second - second, change) if change else (-1, 1)
+        index, rest = divmod(now_second - second, change) if change else (-1, 1)
         if count != now_count:
-            yield f"there are {now_count} {entry}s, not {count}"
-        elif rest or not 0 <= place < count:
+            yield f"it has {now_count} {entry}s, not {count}"
+        elif rest or not 0 <= index < count:
             yield f"several {entry}s differ, or their order"
         else:
-            written = f" ({printable(parts[name][place], 80)} here)" if place < len(parts.get(name, ())) else ""
-            yield f"{entry} {place}{written} is another"
+            text = f" ({printable(parts[name][index], 80)} here)" if index < len(parts.get(name, ())) else ""
+            yield f"{entry} {index}{text} differs"
 
 
 def _numbers(summary: str) -> tuple[int, int, int] | None:
-    """Count and sums of a summary; None where it is none."""
-    words = summary.split()
-    if len(words) != 4 or not all(words[place].isdecimal() for place in (0, 2, 3)):
+    """Returns count and sums of a summary; None if malformed."""
+    fields = summary.split()
+    if len(fields) != 4 or not all(fields[index].isdecimal() for index in (0, 2, 3)):
         return None
-    return int(words[0]), int(words[2]), int(words[3])
+    return int(fields[0]), int(fields[2]), int(fields[3])
 
 
 def _normal(stage: Any) -> Any:
-    """A normalizer or pre-tokenizer without what has no effect: sequences of one, and fields that change no id."""
+    """Returns a normalizer or pre-tokenizer in normal form, without sequences of one and fields that affect no id."""
     if not isinstance(stage, Mapping):
         return stage
     inner = next((stage[name] for name in ("normalizers", "pretokenizers") if name in stage), None)

@@ -1,4 +1,4 @@
-"""What the files beside a `tokenizer.json` declare, applied as `transformers` applies it.
+"""Declarations in the files next to a `tokenizer.json`, applied like `transformers` does.
 
 Source: transformers 5.24, `_from_pretrained` in `tokenization_utils_base.py` and `__init__` in
 `tokenization_utils_tokenizers.py`.
@@ -14,12 +14,12 @@ from megatron.errors import DataError
 from megatron.tokenizers.tokenizer_files import read_tokenizer_json
 
 CONFIG, SPECIAL_MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-# Classes that take the pre-tokenizer of a byte-level tokenizer.json as it is; the others make their own.
+# Classes that keep the pre-tokenizer of a byte-level tokenizer.json; the others build a new one.
 _KEEP_PRE_TOKENIZER = ("", "PreTrainedTokenizer", "TokenizersBackend", "LlamaTokenizer")
 
 
 def read_declarations(files: Mapping[str, Path]) -> dict[str, Any]:
-    """The settings of `tokenizer_config.json`, with those of older files where it does not list its added tokens.
+    """Returns the settings of `tokenizer_config.json`, plus settings of older files if it lists no added tokens.
 
     Raises:
         DataError: a file is not a JSON object.
@@ -37,30 +37,26 @@ def read_declarations(files: Mapping[str, Path]) -> dict[str, Any]:
 
 
 def prefix_space_changes(description: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Has a byte-level description put a space before texts, or none, where its class goes by its settings.
-
-    Returns:
-        Whether that changed it.
-    """
-    wanted, name = settings.get("add_prefix_space"), str(settings.get("tokenizer_class") or "")
-    if not isinstance(wanted, bool) or name.removesuffix("Fast") in _KEEP_PRE_TOKENIZER:
+    """Sets a byte-level description's prefix space to the settings if its class does so; returns True if changed."""
+    prefix_space, name = settings.get("add_prefix_space"), str(settings.get("tokenizer_class") or "")
+    if not isinstance(prefix_space, bool) or name.removesuffix("Fast") in _KEEP_PRE_TOKENIZER:
         return False
     cutter = description.get("pre_tokenizer") or {}
     stages = [stage for stage in (cutter, *cutter.get("pretokenizers", ())) if stage.get("type") == "ByteLevel"]
-    changed = [stage for stage in stages if stage["add_prefix_space"] != wanted]
+    changed = [stage for stage in stages if stage["add_prefix_space"] != prefix_space]
     for stage in changed:
-        stage["add_prefix_space"] = wanted
+        stage["add_prefix_space"] = prefix_space
     return bool(changed)
 
 
 def numbered_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """The added tokens that have a number there; the library gives those that it lacks the next free ones."""
+    """Yields the added tokens by id; the library assigns the next free ids to unknown ones."""
     declared = settings["added_tokens_decoder"]
     yield from (declared[number] for number in sorted(declared, key=int))
 
 
 def special_tokens(settings: Mapping[str, Any]) -> Iterator[Any]:
-    """The tokens that are named for what they do, such as `eos_token`, and those that are listed as special."""
+    """Yields the tokens with a role, such as `eos_token`, and those listed as special."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     named = {name: value for name, value in settings.items() if name.endswith("_token")}
     yield from (value for value in named.values() if isinstance(value, (str, dict)))
@@ -71,10 +67,10 @@ def add_declared(reference: Any, values: Iterable[Any], where: str, *, special: 
     """Adds declared tokens to a `tokenizers.Tokenizer`.
 
     Args:
-        special: only those that are not added yet, as special ones.
+        special: add only missing ones, as special tokens.
 
     Raises:
-        DataError: one is not described as a token.
+        DataError: a value does not describe a token.
     """
     from tokenizers import AddedToken
 
@@ -89,8 +85,8 @@ def add_declared(reference: Any, values: Iterable[Any], where: str, *, special: 
         )
     except (AttributeError, KeyError, TypeError, ValueError) as failure:
         raise DataError(
-            f"{where}: a token that is declared beside it cannot be read ({failure}). Fetch its files again, or "
-            "write them with save_pretrained."
+            f"{where}: a token declared next to it cannot be read ({failure}). Download its files again, or write them "
+            "with save_pretrained."
         ) from failure
 
 
@@ -105,5 +101,5 @@ def _content(value: Any) -> str:
 def _read(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     content = read_tokenizer_json(files[name], name) if name in files else {}
     if not isinstance(content, dict):
-        raise DataError(f"{files[name]} holds no JSON object. Fetch or write the file again.")
+        raise DataError(f"{files[name]} holds no JSON object. Download or write the file again.")
     return content

@@ -17,14 +17,14 @@ _END_OF_DOCUMENT_TOKENS = (GPT2_END_OF_DOCUMENT, "</s>")
 
 
 def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library: str | None) -> Tokenizer:
-    """Loads `vocab.json` and `merges.txt`; `<|endoftext|>` ends a document, or `</s>` where the vocabulary lacks it.
+    """Loads `vocab.json` and `merges.txt`; `<|endoftext|>` ends a document, or `</s>` if the vocabulary lacks it.
 
     Raises:
-        ConfigError: a file is not named, or does not exist.
-        DataError: a file is damaged, or the two do not belong together.
+        ConfigError: a file is missing.
+        DataError: a file is damaged, or the two do not match.
     """
     problems = [
-        f"--tokenizer-type GPT2BPETokenizer needs {flag} (a {what} file)."
+        f"--tokenizer-type GPT2BPETokenizer requires {flag} (a {what} file)."
         for flag, value, what in (
             ("--vocab-file", vocab_file, "vocab.json"),
             ("--merge-file", merge_file, "merges.txt"),
@@ -38,7 +38,7 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library
     eod_id = next((vocabulary[token] for token in _END_OF_DOCUMENT_TOKENS if token in vocabulary), None)
     if eod_id is None:
         raise DataError(
-            f"{vocab_file} has no {' or '.join(_END_OF_DOCUMENT_TOKENS)} entry, so documents could not be ended. Use "
+            f"{vocab_file} has no {' or '.join(_END_OF_DOCUMENT_TOKENS)} entry, which must end documents. Use "
             "GPT-2's vocabulary, or one written by tools/train_tokenizer.py."
         )
     facts = TokenizerProperties(
@@ -53,13 +53,13 @@ def gpt2_tokenizer(vocab_file: str | None, merge_file: str | None, known_library
 
 
 def _unreachable(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Tokens that no text can contain: neither one byte nor made by a merge."""
+    """Returns the tokens that no text can produce: neither one byte nor the result of a merge."""
     made = {left + right for left, right in merges}
     return {token: number for token, number in vocabulary.items() if len(token) > 1 and token not in made}
 
 
 def byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Any:
-    """GPT-2's rules in `tokenizers`: its split pattern, bytes as printable characters, no added tokens."""
+    """Builds GPT-2's rules in `tokenizers`: its split pattern, bytes as printable characters, no added tokens."""
     require_tokenizers()
     from tokenizers import Tokenizer as Reference
     from tokenizers import decoders, models, pre_tokenizers
@@ -81,7 +81,7 @@ def _gpt2_vocabulary(path: str) -> dict[str, int]:
                 "- 1."
             )
     if len(set(vocabulary.values())) != len(vocabulary):
-        raise DataError(f"{path} (--vocab-file) gives one id to two tokens; every token needs an id of its own.")
+        raise DataError(f"{path} (--vocab-file) assigns one id to two tokens; ids must be unique.")
     return vocabulary
 
 
@@ -93,7 +93,7 @@ def _gpt2_merges(path: str, vocabulary: dict[str, int], vocab_file: str) -> list
             continue
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise DataError(f"{path}:{number} (--merge-file) is not two tokens with one space between: {line[:80]!r}.")
+            raise DataError(f"{path}:{number} (--merge-file) is not two tokens separated by one space: {line[:80]!r}.")
         for token in (left, right, left + right):
             if token not in vocabulary:
                 raise DataError(

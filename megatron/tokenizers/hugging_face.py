@@ -1,4 +1,4 @@
-"""Tokenizers that are described by a `tokenizer.json`: from a file, a folder or the hub."""
+"""Tokenizers described by a `tokenizer.json`: from a file, a folder or the Hub."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from megatron.tokenizers.declared import (
     read_declarations,
     special_tokens,
 )
-from megatron.tokenizers.encoders.fast_encoder import without_panics
-from megatron.tokenizers.library import ROLES, Tokenizer, TokenizerProperties, called_special, rust_tokenizer
+from megatron.tokenizers.encoders.fast_encoder import catch_rust_panics
+from megatron.tokenizers.library import ROLES, Tokenizer, TokenizerProperties, rust_tokenizer, special_added_tokens
 from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_json, require_tokenizers
 
 _END_OF_DOCUMENT_GUESSES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[EOS]", "[SEP]")
@@ -29,16 +29,16 @@ _HF_FILES = ("tokenizer.json", CONFIG, SPECIAL_MAP, ADDED)
 
 
 def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | None) -> Tokenizer:
-    """Loads the tokenizer of a folder with `tokenizer.json`, of that file, or of a hub name.
+    """Loads a tokenizer from a folder with `tokenizer.json`, from that file, or by its Hub name.
 
     Raises:
-        ConfigError: the source is not named, or there is no such thing.
+        ConfigError: the source is missing.
         DataError: its files are damaged.
     """
     if not source:
         raise ConfigError(
-            f"--tokenizer-type {kind} needs --tokenizer-name-or-path (a folder with tokenizer.json, that "
-            "file itself, or a hub name)."
+            f"--tokenizer-type {kind} requires --tokenizer-name-or-path (a folder with tokenizer.json, that file, or a "
+            "Hub name)."
         )
     files = _hugging_face_files(source)
     settings = read_declarations(files)
@@ -52,13 +52,13 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
     reference = _reference_from_json(description, where)
     if prefix_space_changes(description, settings):
         reference = _reference_from_json(description, where)
-    own = repr(reference.get_added_tokens_decoder())
+    built_in = repr(reference.get_added_tokens_decoder())
     add_declared(reference, numbered_tokens(settings), where)
     named_in = " or ".join(str(files[name]) for name in (CONFIG, SPECIAL_MAP) if name in files)
-    named = {what: _named_token(f"{what}_token", reference, settings, named_in) for what in ("eos", *ROLES)}
+    named = {role: _named_token(f"{role}_token", reference, settings, named_in) for role in ("eos", *ROLES)}
     add_declared(reference, special_tokens(settings), where, special=True)
     reference.encode_special_tokens = bool(settings.get("split_special_tokens"))
-    if (declared := repr(reference.get_added_tokens_decoder())) != own or reference.encode_special_tokens:
+    if (declared := repr(reference.get_added_tokens_decoder())) != built_in or reference.encode_special_tokens:
         description = {**description, "added_tokens": declared, "split": reference.encode_special_tokens}
     eod_id = named.pop("eos")
     facts = TokenizerProperties(
@@ -66,7 +66,7 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
         eod_id=_well_known_eod(reference) if eod_id is None else eod_id,
         vocab_size=1 + max(reference.get_vocab(with_added_tokens=True).values()),
         identity=lambda: canonical(description),
-        special_ids=lambda: called_special(reference),
+        special_ids=lambda: special_added_tokens(reference),
         is_exact=_is_exact(description),
         unknown_id=_unknown_id(reference, description),
         roles={role: number for role, number in named.items() if number is not None},
@@ -75,31 +75,31 @@ def hugging_face_tokenizer(kind: str, source: str | None, known_library: str | N
 
 
 def _hugging_face_files(source: str) -> dict[str, Path]:
-    """Paths of the tokenizer's files that exist, by name: from a folder, next to a tokenizer.json, or the hub."""
+    """Returns the paths of existing tokenizer files by name: from a folder, next to a tokenizer.json, or the Hub."""
     files = local_files(source)
     return _hub_files(source) if files is None else files
 
 
 def local_files(source: str) -> dict[str, Path] | None:
-    """Paths of the tokenizer's files that exist here, by name; None if only the hub can have them.
+    """Returns the paths of local tokenizer files by name; None if only the Hub can have them.
 
     Raises:
-        ConfigError: they are not here, and the source is not a name of the hub.
+        ConfigError: no local files, and the source is not a Hub name.
     """
     path = Path(source)
     if path.is_file():
-        beside = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).exists()}
-        return {"tokenizer.json": path, **beside}
+        others = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).exists()}
+        return {"tokenizer.json": path, **others}
     if path.is_dir():
         return {name: path / name for name in _HF_FILES if (path / name).exists()}
     if path.name == TOKENIZER_FOLDER and (path.parent / "model.yaml").is_file():
         raise ConfigError(
             f"--tokenizer-name-or-path {source} does not exist: the weights in {path.parent} were imported without a "
-            "tokenizer (--no-tokenizer), and text and training need one. Put the files of their tokenizer into that "
-            "folder, or name another tokenizer."
+            "tokenizer (--no-tokenizer), which text and training require. Copy their tokenizer's files to that "
+            "folder, or use another tokenizer."
         )
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith((".json", ".model")):
-        raise ConfigError(f"--tokenizer-name-or-path {source} is neither a file nor a folder here, and not a hub name.")
+        raise ConfigError(f"--tokenizer-name-or-path {source} is neither a local file or folder nor a Hub name.")
     return None
 
 
@@ -115,29 +115,28 @@ def _hub_files(source: str) -> dict[str, Path]:
             continue
         except Exception as failure:
             raise ConfigError(
-                f"--tokenizer-name-or-path {source}: there is no such folder here, and the hub gave no {name} "
-                f"({type(failure).__name__}: {str(failure).splitlines()[0][:200]}). Check the name and "
-                "the network, or give a local folder."
+                f"--tokenizer-name-or-path {source}: not a local folder, and the Hub returned no {name} "
+                f"({type(failure).__name__}: {str(failure).splitlines()[0][:200]}). Check the name and the network, or "
+                "use a local folder."
             ) from failure
     return files
 
 
 def _converted_by_transformers(source: str) -> Any:
-    """The description of a tokenizer that has no tokenizer.json, made by `transformers` if that is installed."""
+    """Converts a tokenizer without tokenizer.json by `transformers`, if installed."""
     try:
         from transformers import AutoTokenizer
     except ImportError as failure:
         raise ConfigError(
-            f"--tokenizer-name-or-path {source} has no tokenizer.json, and transformers, which could "
-            "convert its files, is not "
-            "installed. Install it (pip install transformers), or save the tokenizer as tokenizer.json."
+            f"--tokenizer-name-or-path {source} has no tokenizer.json, and transformers, which could convert its "
+            "files, is not installed. Install it (pip install transformers), or save the tokenizer as tokenizer.json."
         ) from failure
     try:
         loaded = AutoTokenizer.from_pretrained(source)
         return json.loads(loaded.backend_tokenizer.to_str())
     except Exception as failure:
         raise ConfigError(
-            f"--tokenizer-name-or-path {source} has no tokenizer.json and transformers could not convert what is there "
+            f"--tokenizer-name-or-path {source} has no tokenizer.json and transformers could not convert its files "
             f"({type(failure).__name__}: {str(failure)[:300]}). Save the tokenizer as tokenizer.json."
         ) from failure
 
@@ -146,7 +145,7 @@ def _without_dropout(description: Any, where: str) -> Any:
     model = description.get("model") if isinstance(description, dict) else None
     if not isinstance(model, dict) or not model.get("dropout"):
         return description
-    log.info(f"{where}: its BPE-dropout of {model['dropout']} is switched off, so a text always has the same ids")
+    log.info(f"{where}: BPE-dropout of {model['dropout']} is disabled, so that a text always has the same ids")
     return {**description, "model": {**model, "dropout": None}}
 
 
@@ -155,28 +154,28 @@ def _reference_from_json(description: Any, path: str) -> Any:
     from tokenizers import Tokenizer as Reference
 
     if isinstance(description, dict):
-        # these truncate or pad texts; a corpus must have all of each text and nothing else
+        # A corpus needs complete texts without padding.
         description = {**description, "truncation": None, "padding": None}
     try:
-        reference = without_panics(lambda: Reference.from_str(json.dumps(description)))
+        reference = catch_rust_panics(lambda: Reference.from_str(json.dumps(description)))
     except ValueError as failure:
         raise DataError(f"{path} is not a tokenizer that the tokenizers library can load: {failure}.") from failure
     if not reference.get_vocab_size():
-        raise DataError(f"{path} holds a tokenizer without tokens. Fetch or write the file again.")
+        raise DataError(f"{path} holds a tokenizer without tokens. Download or write the file again.")
     return reference
 
 
 def _well_known_eod(reference: Any) -> int | None:
-    """The end-of-document token of a tokenizer that names none."""
+    """Returns a well-known end-of-document token, for a tokenizer that declares none."""
     ids = (_id_of(reference, token) for token in _END_OF_DOCUMENT_GUESSES)
     return next((number for number in ids if number is not None), None)
 
 
 def _named_token(what: str, reference: Any, settings: Mapping[str, Any], named_in: str) -> int | None:
-    """The token that the settings name so, such as `eos_token`; None if they name none.
+    """Returns the id of a token declared in the settings, such as `eos_token`; None if it is not declared.
 
     Raises:
-        DataError: it is not in the vocabulary.
+        DataError: the token is not in the vocabulary.
     """
     token = settings.get(what)
     token = token.get("content") if isinstance(token, dict) else token
@@ -187,7 +186,7 @@ def _named_token(what: str, reference: Any, settings: Mapping[str, Any], named_i
 
 
 def _is_exact(description: Mapping[str, Any]) -> bool:
-    """Whether texts come back byte for byte: they are cut into bytes and nothing changes them before."""
+    """Returns True if decoding restores texts byte for byte: byte-level, without normalization."""
     cutter, decoder = (description.get(name) or {} for name in ("pre_tokenizer", "decoder"))
     cuts = [stage for stage in (cutter, *(cutter.get("pretokenizers") or ())) if stage.get("type") == "ByteLevel"]
     return (
@@ -199,7 +198,7 @@ def _is_exact(description: Mapping[str, Any]) -> bool:
 
 
 def _unknown_id(reference: Any, description: Mapping[str, Any]) -> int | None:
-    """The id for text outside the vocabulary; a Unigram model names it by its number, the others by its text."""
+    """Returns the id for text outside the vocabulary; a Unigram model declares the id, others the token."""
     model = description.get("model")
     model = model if isinstance(model, dict) else {}
     if isinstance(model.get("unk_id"), int):
@@ -209,9 +208,8 @@ def _unknown_id(reference: Any, description: Mapping[str, Any]) -> int | None:
 
 
 def _id_of(reference: Any, token: str) -> int | None:
-    """The id of a token; None when there is none, as for a text with lone surrogates."""
     try:
         number = reference.token_to_id(token)
-    except UnicodeEncodeError:
+    except UnicodeEncodeError:  # lone surrogates
         return None
     return None if number is None else int(number)

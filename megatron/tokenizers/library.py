@@ -1,4 +1,4 @@
-"""A tokenizer that wraps a library, with a faster library for encoding where that gives the same ids."""
+"""A tokenizer that wraps a library, with a faster library for encoding if that gives the same ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from megatron import log
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.behaviour import TokenizerParts, parts_of, summaries
-from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, fast_encoder, without_panics
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, added_ids, catch_rust_panics, fast_encoder
 from megatron.tokenizers.encoders.long_text import can_cut_before_spaces
 from megatron.tokenizers.tokenizer_files import sha256
 
@@ -24,8 +24,8 @@ _ANY_LETTER = "a"
 _BROKEN = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 CLS, SEP, MASK, PAD = "cls", "sep", "mask", "pad"
-# Special tokens of masked language models, by what vocabularies write them as. BERT's name their own; RoBERTa's begin
-# and end a sample with the tokens that begin and end a text.
+# Texts of special tokens of masked language models. BERT has dedicated tokens; RoBERTa starts and ends a sample with
+# the tokens that start and end a text.
 _WRITTEN: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
         CLS: ("[CLS]", "<CLS>", "<cls>", "<s>"),
@@ -41,7 +41,7 @@ Lengths = npt.NDArray[np.int64]
 
 
 class ReferenceLibrary(Protocol):
-    """What defines the right ids: they include all that the tokenizer adds around a text."""
+    """The library that defines the correct ids, special tokens around a text included."""
 
     @property
     def name(self) -> str: ...
@@ -55,24 +55,24 @@ class ReferenceLibrary(Protocol):
 
 
 class Encoder(Protocol):
-    """What encodes faster than a reference: it gives bare ids, without what the tokenizer adds around a text."""
+    """A faster encoder, which returns ids without the special tokens around a text."""
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]: ...
 
 
 @dataclass(frozen=True)
 class TokenizerProperties:
-    """What is known of a tokenizer besides how it encodes.
+    """Properties of a tokenizer besides its encoding.
 
     Args:
-        eod_id: ends a document; None where the tokenizer has no such token.
-        vocab_size: one more than the largest id.
-        identity: what the fingerprint is taken over; computed when the fingerprint is first asked for.
-        special_ids: finds the special tokens: id by text.
-        is_exact: whether decoding gives back every text byte for byte.
-        unknown_id: the id for text outside the vocabulary; None where there is none.
-        roles: special tokens whose roles in masked samples its files name; the others are known by what they are
-            written as, see `role_ids`.
+        eod_id: the end-of-document token; None if it has none.
+        vocab_size: largest id plus 1.
+        identity: returns the text that the fingerprint hashes.
+        special_ids: returns the special tokens: id by text.
+        is_exact: decoding restores every text byte for byte.
+        unknown_id: the id for text outside the vocabulary; None if it has none.
+        roles: special tokens for masked samples declared in its files; others are recognized by their text, see
+            `role_ids`.
     """
 
     name: str
@@ -86,11 +86,11 @@ class TokenizerProperties:
 
 
 class Tokenizer:
-    """A reference library and, where possible, a faster one that does the encoding.
+    """A reference library and, if possible, a faster one for encoding.
 
     Args:
-        fast: gives the ids of the reference faster; None where nothing does.
-        parts: gives what the tokenizer does, see `behaviour.parts_of`.
+        fast: a faster encoder with the same ids, or None.
+        parts: returns the tokenizer's behaviour, see `behaviour.parts_of`.
         added: ids that the reference adds before and after every text.
     """
 
@@ -119,46 +119,46 @@ class Tokenizer:
 
     @property
     def parts(self) -> TokenizerParts:
-        """What decides its ids, entry by entry; built again at each call, since it is large."""
+        """Everything that determines its ids, entry by entry; rebuilt at each call, since it is large."""
         return self._parts()
 
     @cached_property
     def behaviour(self) -> Mapping[str, str]:
-        """What decides its ids, as it is stored, see `behaviour.summaries`."""
+        """Stored summary of everything that determines its ids, see `behaviour.summaries`."""
         return summaries(self._parts())
 
     @property
     def library(self) -> str:
-        """Which library encodes: gigatoken, tokenizers or sentencepiece."""
+        """The encoding library: gigatoken, tokenizers or sentencepiece."""
         return "gigatoken" if self._fast is not None else self._reference.name
 
     @property
     def can_cut_before_spaces(self) -> bool:
-        """Whether a text may be encoded in pieces that begin with a space, see `long_text.can_cut_before_spaces`."""
+        """True if a text may be encoded in chunks that begin with a space, see `long_text.can_cut_before_spaces`."""
         return self._reference.can_cut_before_spaces
 
     @property
     def description(self) -> str | None:
-        """The reference as the text of a `tokenizer.json`; None for a library that has another form."""
+        """The reference as the text of a `tokenizer.json`; None for libraries with another format."""
         return self._reference.description
 
     @property
     def eod_id(self) -> int:
-        """The id that ends a document.
+        """The end-of-document id.
 
         Raises:
             ConfigError: the tokenizer has none.
         """
         if self._facts.eod_id is None:
             raise ConfigError(
-                f"The tokenizer {self.name} names no end-of-document token. Give it an eos_token (in "
-                "tokenizer_config.json, or when a SentencePiece model is trained), or leave out --append-eod."
+                f"The tokenizer {self.name} has no end-of-document token. Give it an eos_token (in "
+                "tokenizer_config.json, or when training a SentencePiece model), or remove --append-eod."
             )
         return self._facts.eod_id
 
     @cached_property
     def special_ids(self) -> Mapping[str, int]:
-        """Tokens that control the model rather than being text, by what they are written as; end-of-document is one."""
+        """Ids of special tokens, end-of-document included, by their text."""
         ids = {text: number for text, number in self._facts.special_ids().items() if number != self.unknown_id}
         if self._facts.eod_id is not None and self._facts.eod_id not in ids.values():
             ids[self.decode([self._facts.eod_id])] = self._facts.eod_id
@@ -166,58 +166,56 @@ class Tokenizer:
 
     @cached_property
     def roles(self) -> Mapping[str, int]:
-        """The ids of the special tokens of masked samples, by role (`ROLES`), those that the tokenizer has."""
+        """The ids of the tokenizer's special tokens for masked samples, by role (`ROLES`)."""
         return {**role_ids(self.special_ids), **self._facts.roles}
 
     def written(self, token: int) -> str | None:
-        """A token as the vocabulary has it; None where there is no such id."""
+        """Returns a token as written in the vocabulary; None for an unknown id."""
         return self._reference.written(token)
 
     @property
     def ids_before(self) -> Sequence[int]:
-        """Ids that are put before every text, such as a beginning of sequence."""
+        """Ids added before every text, such as a beginning of sequence."""
         return self.added[0]
 
     @property
     def ids_after(self) -> Sequence[int]:
-        """Ids that are put after every text, such as an end of sequence."""
+        """Ids added after every text, such as an end of sequence."""
         return self.added[1]
 
     def encode_bare(self, text: str) -> list[int]:
-        """Ids of a text that is part of another one: nothing is put before or after it."""
+        """Returns the ids of a text without special tokens around it."""
         ids, (before, after) = self.encode(text), self.added
         return ids[len(before) : len(ids) - len(after)]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of one text."""
+        """Returns the ids of one text."""
         ids, _ = self.encode_flat([text])
         return [int(token) for token in ids]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, uint32; the arrays are views of one buffer."""
+        """Returns the ids of each text, uint32; the arrays are views of one buffer."""
         ids, lengths = self.encode_flat(texts)
         return np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Ids of all texts back to back (uint32), and how many belong to each (int64)."""
+        """Returns the concatenated ids of all texts (uint32), and the number of ids of each (int64)."""
         if self._fast is None:
             return self._reference.encode_flat(texts)
         ids, lengths = self._fast.encode_flat(texts)
-        return surround(ids, lengths, *self.added) if any(self.added) else (ids, lengths)
+        return add_special_tokens(ids, lengths, *self.added) if any(self.added) else (ids, lengths)
 
     def encode_rest(self, text: str) -> Ids:
-        """Ids of the rest of a text that was cut before a space, as in the whole text (see `can_cut_before_spaces`).
-
-        A letter in front of it takes what is put before texts.
-        """
+        """Returns the ids of a text's rest, cut before a space, as in the whole text (see `can_cut_before_spaces`)."""
+        # The letter in front absorbs the ids that are added before texts.
         return self.encode_flat([f"{_ANY_LETTER}{text}"])[0][len(self.encode(_ANY_LETTER)) :]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; special tokens are written out, broken UTF-8 becomes U+FFFD."""
+        """Returns the text of ids, special tokens included; invalid UTF-8 becomes U+FFFD."""
         return self._reference.decode([int(token) for token in ids])
 
     def token_bytes(self, token: int) -> bytes | None:
-        """The UTF-8 bytes of one token, which may be a part of a character; None if unknown."""
+        """Returns the UTF-8 bytes of one token, which may be part of a character; None if unknown."""
         text = self.decode([token])
         if _BROKEN not in text:
             return text.encode()
@@ -235,35 +233,31 @@ class RustReference:
 
     @cached_property
     def can_cut_before_spaces(self) -> bool:
-        """See `long_text.can_cut_before_spaces`."""
         return can_cut_before_spaces(self._tokenizer)
 
     @property
     def description(self) -> str:
-        """The text of a `tokenizer.json`."""
         return str(self._tokenizer.to_str())
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Ids of all texts back to back, and how many belong to each.
+        """Returns the concatenated ids of all texts, and the number of ids of each.
 
         Raises:
-            DataError: the library gives a text up, as it does where a pattern takes too many attempts.
+            DataError: the library fails on a text, as for a pattern with too much backtracking.
         """
         try:
-            rows = without_panics(lambda: [self._tokenizer.encode(text).ids for text in texts])
+            rows = catch_rust_panics(lambda: [self._tokenizer.encode(text).ids for text in texts])
         except ValueError as failure:
             raise DataError(
-                f"the tokenizer gives a text up: {failure}. Check the patterns in tokenizer.json."
+                f"the tokenizer fails on a text: {failure}. Check the patterns in tokenizer.json."
             ) from failure
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         return np.fromiter((token for row in rows for token in row), dtype=np.uint32, count=int(lengths.sum())), lengths
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens written out."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def written(self, token: int) -> str | None:
-        """A token as the vocabulary has it."""
         text: str | None = self._tokenizer.id_to_token(token)
         return text
 
@@ -271,11 +265,11 @@ class RustReference:
 def rust_tokenizer(
     facts: TokenizerProperties, tokenizer: Any, known_library: str | None, reference: ReferenceLibrary | None = None
 ) -> Tokenizer:
-    """A tokenizer whose reference is a `tokenizers.Tokenizer`; says in one line if no faster library can encode.
+    """Builds a tokenizer whose reference is a `tokenizers.Tokenizer`; logs if no faster library can encode.
 
     Args:
         known_library: see `build_tokenizer`.
-        reference: gives the ids of `tokenizer` in a better way than asking it for each text.
+        reference: a wrapper of `tokenizer` that encodes faster than one call per text.
     """
     fast = _checked_fast_encoder(tokenizer, facts.name, known_library)
     added = added_ids(tokenizer)
@@ -289,22 +283,22 @@ def rust_tokenizer(
 
 
 def _bytes_of(written: str) -> bytes | None:
-    """The bytes of a token that is written in its vocabulary as `<0xE2>` or in GPT-2's printable stand-ins for bytes.
+    """Returns the bytes of a token written as `<0xE2>` or in GPT-2's printable stand-ins for bytes.
 
-    Source: GPT-2 `encoder.py` `bytes_to_unicode`: bytes that Latin-1 prints are written as themselves, the others, in
-    their order, as the letters from U+0100 on.
+    Source: GPT-2 `encoder.py` `bytes_to_unicode`: printable Latin-1 bytes stand for themselves, the others, in order,
+    are the letters from U+0100 on.
     """
     matched = _BYTE_TOKEN.fullmatch(written)
     if matched is not None:
         return bytes([int(matched.group(1), 16)])
     hidden = [byte for byte in range(256) if not (0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xFF) or byte == 0xAD]
-    stand_ins = {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+    stand_ins = {chr(0x100 + index): byte for index, byte in enumerate(hidden)}
     numbers = [stand_ins.get(letter, ord(letter)) for letter in written]
     return bytes(numbers) if written and max(numbers) < 0x100 else None
 
 
 def role_ids(special_ids: Mapping[str, int]) -> dict[str, int]:
-    """The id of each role that one of the special tokens is known for."""
+    """Returns the id of each role that a special token is known for."""
     ids = {}
     for role, texts in _WRITTEN.items():
         known = [special_ids[text] for text in texts if text in special_ids]
@@ -313,26 +307,26 @@ def role_ids(special_ids: Mapping[str, int]) -> dict[str, int]:
     return ids
 
 
-def called_special(tokenizer: Any) -> dict[str, int]:
-    """The added tokens of a `tokenizers.Tokenizer` that are marked as special."""
+def special_added_tokens(tokenizer: Any) -> dict[str, int]:
+    """Returns the added tokens of a `tokenizers.Tokenizer` that are marked as special."""
     added = tokenizer.get_added_tokens_decoder()
     return {str(token.content): int(number) for number, token in added.items() if token.special}
 
 
-def surround(
+def add_special_tokens(
     ids: npt.NDArray[Any],
     lengths: Lengths,
     prefix: Sequence[int],
     suffix: Sequence[int],
     dtype: npt.DTypeLike | None = None,
 ) -> tuple[npt.NDArray[Any], Lengths]:
-    """Puts the same ids before and after every row of a flat batch.
+    """Adds the same ids before and after every row of a flat batch.
 
     Shapes:
         ids [total], lengths [rows] -> ids [total + rows * (prefix + suffix)], lengths [rows].
 
     Args:
-        dtype: of the result, as `ids` if left out; converting here saves a copy.
+        dtype: of the result, by default as `ids`; converting here saves a copy.
     """
     extra = len(prefix) + len(suffix)
     longer = lengths + extra
@@ -346,15 +340,15 @@ def surround(
             first += length
     else:
         is_text = np.ones(len(result), dtype=bool)
-        for place in range(len(prefix)):
-            is_text[starts + place] = False
-        for place in range(len(suffix)):
-            is_text[ends - 1 - place] = False
+        for offset in range(len(prefix)):
+            is_text[starts + offset] = False
+        for offset in range(len(suffix)):
+            is_text[ends - 1 - offset] = False
         result[is_text] = ids
-    for place, token in enumerate(prefix):
-        result[starts + place] = token
-    for place, token in enumerate(reversed(suffix)):
-        result[ends - 1 - place] = token
+    for offset, token in enumerate(prefix):
+        result[starts + offset] = token
+    for offset, token in enumerate(reversed(suffix)):
+        result[ends - 1 - offset] = token
     return result, longer
 
 

@@ -1,4 +1,4 @@
-"""Ids written as numbers, for runs that need a vocabulary and no text.
+"""Ids written as numbers, for runs that need a vocabulary but no text.
 
 Source: NVIDIA Megatron-LM `megatron/core/tokenizers/text/libraries/null_tokenizer.py`: the last id ends a document.
 """
@@ -13,23 +13,23 @@ from megatron.tokenizers.library import Ids, Lengths, Tokenizer, TokenizerProper
 
 
 def null_tokenizer(count: str | None) -> Tokenizer:
-    """Makes a tokenizer of that many ids.
+    """Builds a tokenizer of `count` ids.
 
     Raises:
-        ConfigError: it is not a number.
+        ConfigError: `count` is not a number.
     """
     size = _number(count or "", 2**31 - 1)
     if not size:
         raise ConfigError(
-            f"--tokenizer-type {NULL_TOKENIZER} has no ids with --tokenizer-model {count}. Give their number: "
-            "--vocab-size 50304 for training, --tokenizer-model 50304 for a tool."
+            f"--tokenizer-type {NULL_TOKENIZER}: --tokenizer-model {count} is not a number of ids. Use --vocab-size "
+            "50304 for training, --tokenizer-model 50304 for a tool."
         )
     facts = TokenizerProperties(NULL_TOKENIZER, eod_id=size - 1, vocab_size=size, identity=lambda: f"ids {size}")
     return Tokenizer(facts, _Numbers(size - 1), None, lambda: {"ids": [str(size)]})
 
 
 class _Numbers:
-    """Numbers with blanks between them."""
+    """Numbers separated by blanks."""
 
     name, can_cut_before_spaces, description = "numbers", False, None
 
@@ -38,14 +38,14 @@ class _Numbers:
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
         rows = [text.split() for text in texts]
-        words = [word for row in rows for word in row]
-        wrong = next((word for word in words if _number(word, self._largest) is None), None)
+        numbers = [number for row in rows for number in row]
+        wrong = next((number for number in numbers if _number(number, self._largest) is None), None)
         if wrong is not None:
             raise DataError(
                 f"{printable(wrong)} is not an id of --tokenizer-type {NULL_TOKENIZER}, which reads numbers from 0 to "
-                f"{self._largest}. Name the tokenizer of the text."
+                f"{self._largest}. Use the tokenizer of the text."
             )
-        return np.array([*map(int, words)], np.uint32), np.array([*map(len, rows)], np.int64)
+        return np.array([*map(int, numbers)], np.uint32), np.array([*map(len, rows)], np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
@@ -54,6 +54,6 @@ class _Numbers:
         return str(token) if token <= self._largest else None
 
 
-def _number(word: str, largest: int) -> int | None:
-    """The number that a word is; None if it is none, or too large."""
-    return int(word) if word.isdecimal() and len(word) <= len(str(largest)) and int(word) <= largest else None
+def _number(text: str, largest: int) -> int | None:
+    """Parses a number; None if it is invalid or too large."""
+    return int(text) if text.isdecimal() and len(text) <= len(str(largest)) and int(text) <= largest else None

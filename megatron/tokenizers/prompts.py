@@ -1,10 +1,10 @@
-"""The ids of texts that a network continues or is asked about: one rule for what the tokenizer puts around texts.
+"""Encoding of prompts, continuations and documents, with one rule for the special tokens around texts.
 
-What it puts before a text (`<s>`) begins a prompt and is never a target. What it puts after one (`</s>`) says that the
-document is over, so no prompt has it: a network would begin another document.
+A token before every text (`<s>`) begins a prompt and is never a target. A token after every text (`</s>`) ends a
+document, so no prompt has it: the model would begin another document.
 
-With a tokenizer that puts nothing after texts, the splits equal those of lm-evaluation-harness's `hf` model. With one
-that does, the harness itself takes the `</s>` for a part of the continuation.
+If the tokenizer adds nothing after texts, the splits equal lm-evaluation-harness's `hf` model; otherwise the
+harness counts the `</s>` as part of the continuation.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from megatron.tokenizers.tokenizer import Tokenizer
 
 
 def start_ids(tokenizer: Tokenizer) -> list[int]:
-    """What a text without context begins after: what the tokenizer puts before texts, else end-of-document.
-
-    Empty if there is neither.
-    """
+    """Returns the context of a text without one: the ids before every text, else end-of-document, else nothing."""
     try:
         return list(tokenizer.ids_before) or [tokenizer.eod_id]
     except ConfigError:  # it has no such token
@@ -27,9 +24,9 @@ def start_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text to be continued; an empty text is `start_ids`.
+    """Returns the ids of a prompt; for an empty text, `start_ids`.
 
-    A text that begins with what the tokenizer puts before texts, written out, gets it once.
+    A text that already begins with the token before every text does not get it twice.
     """
     before, ids = list(tokenizer.ids_before), tokenizer.encode_bare(text)
     if before and ids[: len(before)] != before:
@@ -38,16 +35,15 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def encode_continuation(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """The ids of a context with its continuation, and from which of them on they belong to the continuation.
+    """Encodes a context with its continuation, and finds the start of the continuation.
 
-    Both are encoded as one text, as a network meets them in training. The continuation begins where the ids of the
-    whole begin to differ from the ids of the context alone: a token that reaches from one into the other belongs to the
-    continuation. Blanks at the end of the context do too, as byte-level tokenizers put a blank at the beginning of a
-    word.
+    Both are encoded as one text, as in training. The continuation begins where the ids differ from the ids of the
+    context alone: a token that spans both belongs to the continuation, and so do blanks at the end of the context,
+    since byte-level tokenizers put a blank at the beginning of a word.
 
     Returns:
-        the ids, and the place of the first of the continuation's: their number if it has none, and 0 only where the
-        tokenizer has no token to begin with (`start_ids`).
+        the ids, and the index of the continuation's first one: their number if it has none, and 0 only if the
+        tokenizer has no start token (`start_ids`).
     """
     before, whole = (encode_prompt(tokenizer, text) for text in (context.rstrip(), context + continuation))
     first = 0
@@ -62,12 +58,12 @@ def encode_continuation(tokenizer: Tokenizer, context: str, continuation: str) -
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a whole text, without what surrounds it; equal to `inner_ids` of the document in a token file."""
-    return inner_ids(tokenizer, tokenizer.encode_bare(text))
+    """Returns the ids of a text; equal to `strip_special_tokens` of the document in a token file."""
+    return strip_special_tokens(tokenizer, tokenizer.encode_bare(text))
 
 
-def inner_ids(tokenizer: Tokenizer, document: Sequence[int]) -> list[int]:
-    """A document without what the tokenizer puts before texts, and without the ends that follow it."""
+def strip_special_tokens(tokenizer: Tokenizer, document: Sequence[int]) -> list[int]:
+    """Removes the ids before every text and all end tokens from a document."""
     before, ends = list(tokenizer.ids_before), set(_ends(tokenizer))
     ids = list(document)
     if before and ids[: len(before)] == before:
@@ -78,7 +74,7 @@ def inner_ids(tokenizer: Tokenizer, document: Sequence[int]) -> list[int]:
 
 
 def special_bytes(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
-    """The UTF-8 bytes that the special tokens among ids are written with; they are no text."""
+    """Returns the UTF-8 bytes of the special tokens among ids, which are not text."""
     specials = set(tokenizer.special_ids.values())
     return sum(len(tokenizer.decode([token]).encode()) for token in ids if token in specials)
 

@@ -1,4 +1,4 @@
-"""Which tokenizer made ids: the record stored with data and checkpoints, and the check that a run uses the same one."""
+"""The tokenizer record stored with data and checkpoints, and the check that a run uses an equal tokenizer."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megatron.errors import ConfigError, DataError, MegatronError, printable
 from megatron.tokenizers.behaviour import TokenizerParts, differences
 from megatron.tokenizers.library import Tokenizer
 
-NO_TOKENIZER = "none"  # the name in the record of weights that were imported without one
+NO_TOKENIZER = "none"  # the name in the record of weights imported without a tokenizer
 
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """Which tokenizer gave the ids.
+    """The identity of a tokenizer.
 
     Args:
-        fingerprint: hash of its files, None when unknown.
-        eod_id: its end-of-document id, None if it has none or is unknown.
-        behaviour: what it does, see `behaviour.summaries`; empty when not known, as in records of older versions.
+        fingerprint: hash of its files, None if unknown.
+        eod_id: its end-of-document id, None if missing or unknown.
+        behaviour: see `behaviour.summaries`; empty if unknown, as in records of older versions.
     """
 
     name: str
@@ -31,7 +31,7 @@ class TokenizerRecord:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> TokenizerRecord:
-        """The record of a tokenizer."""
+        """Creates the record of a tokenizer."""
         try:
             eod_id: int | None = tokenizer.eod_id
         except ConfigError:  # it has none
@@ -42,10 +42,10 @@ class TokenizerRecord:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> TokenizerRecord:
-        """The record that was stored as JSON.
+        """Reads a record from JSON.
 
         Raises:
-            KeyError, TypeError, ValueError: it is not one.
+            KeyError, TypeError, ValueError: invalid record.
         """
         fingerprint, eod_id = value["fingerprint"], value.get("eod_id")
         return TokenizerRecord(
@@ -57,31 +57,30 @@ class TokenizerRecord:
         )
 
     def is_of(self, tokenizer: TokenizerRecord | Tokenizer, *, ends_matter: bool = True) -> bool:
-        """Whether a tokenizer gives the ids that were recorded, as far as the record tells.
+        """Returns True if a tokenizer gives the recorded ids, as far as known.
 
-        It does if its files are the same, or if it does the same in every part; a record of an older version tells
-        only of the files.
+        It does if its files or its behaviour are equal; records of older versions lack the behaviour.
 
         Args:
-            ends_matter: whether documents must end with the same id.
+            ends_matter: documents must end with the same id.
         """
         other = _record_of(tokenizer)
         if self.name == NO_TOKENIZER:
             return other.vocab_size <= self.vocab_size
         if self.vocab_size != other.vocab_size or (ends_matter and not self._ends_like(other)):
             return False
-        does_the_same = bool(self.behaviour) and self.behaviour == other.behaviour
-        return self.fingerprint in (None, other.fingerprint) or does_the_same
+        behaves_equally = bool(self.behaviour) and self.behaviour == other.behaviour
+        return self.fingerprint in (None, other.fingerprint) or behaves_equally
 
     def differences(self, tokenizer: TokenizerRecord | Tokenizer) -> str:
-        """What a tokenizer does differently, in words; empty where the record does not tell."""
+        """Describes how a tokenizer differs; empty if unknown."""
         other = _record_of(tokenizer)
         parts: TokenizerParts = {} if isinstance(tokenizer, TokenizerRecord) else tokenizer.parts
         texts: list[str] = []
         if self.behaviour and other.behaviour and self.fingerprint != other.fingerprint:
             texts += differences(self.behaviour, other.behaviour, parts)
         if not self._ends_like(other):
-            texts.append(f"documents end with {other.eod_id}, not with {self.eod_id} (eos_token)")
+            texts.append(f"documents end with {other.eod_id}, not {self.eod_id} (eos_token)")
         return "; ".join(texts)
 
     def _ends_like(self, other: TokenizerRecord) -> bool:
@@ -97,16 +96,16 @@ def check_same_tokenizer(
     *,
     ends_matter: bool = True,
 ) -> None:
-    """Checks that ids mean the same words to a tokenizer as to the one that was recorded.
+    """Checks that a tokenizer gives the ids of the recorded one.
 
     Args:
-        made: what was made with the recorded one, for example "the checkpoint in out was trained".
-        error: the type that is raised.
-        advice: what else the user may do, appended to the text.
-        ends_matter: whether documents must end with the same id.
+        made: beginning of the message, for example "the checkpoint in out was trained".
+        error: type of the exception.
+        advice: further advice, appended to the message.
+        ends_matter: documents must end with the same id.
 
     Raises:
-        MegatronError: `error`, if they do not.
+        MegatronError: `error`, if it does not.
     """
     if record.is_of(tokenizer, ends_matter=ends_matter):
         return
@@ -115,8 +114,8 @@ def check_same_tokenizer(
         f"{made} with another tokenizer ({printable(record.name, quoted=False)}, fingerprint "
         f"{printable(str(record.fingerprint)[:12], quoted=False)}, "
         f"{record.vocab_size} tokens) than this run's ({tokenizer.name}, {str(tokenizer.fingerprint)[:12]}, "
-        f"{tokenizer.vocab_size} tokens): {f'{differing}, so ' if differing else ''}its ids would mean other words. "
-        f"Give the same --tokenizer-type, --vocab-file, --merge-file or --tokenizer-name-or-path{advice}."
+        f"{tokenizer.vocab_size} tokens): {f'{differing}, so ' if differing else ''}its ids would mean other text. "
+        f"Use the same --tokenizer-type, --vocab-file, --merge-file or --tokenizer-name-or-path{advice}."
     )
 
 

@@ -1,12 +1,12 @@
-"""SentencePiece models (`.model` files); the `sentencepiece` package defines the right ids.
+"""SentencePiece models (`.model` files); the `sentencepiece` package defines the correct ids.
 
 Source: NVIDIA/Megatron-LM `megatron/training/tokenizer/tokenizer.py`, the same three types:
 
-* `SentencePieceTokenizer` adds `<CLS> <SEP> <EOD> <MASK>` after the model's pieces, and `<PAD> <BOS> <EOS>` where the
-  model has none; `<EOD>` ends a document. Upstream turns these strings, and `<s>`, `</s>`, inside a text into the
+* `SentencePieceTokenizer` adds `<CLS> <SEP> <EOD> <MASK>` after the model's pieces, and `<PAD> <BOS> <EOS>` if the
+  model lacks them; `<EOD>` ends a document. Upstream converts these strings, and `<s>`, `</s>`, inside a text to the
   special ids; here they stay text.
-* `GPTSentencePieceTokenizer` has the model's pieces only; its end of sequence (`</s>`) ends a document.
-* `Llama2Tokenizer` is the same, and puts the beginning of sequence (`<s>`) before every text.
+* `GPTSentencePieceTokenizer` has only the model's pieces; its end of sequence (`</s>`) ends a document.
+* `Llama2Tokenizer` is the same, but adds the beginning of sequence (`<s>`) before every text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from megatron import log
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.behaviour import VOCABULARY, TokenizerParts
-from megatron.tokenizers.encoders.fast_encoder import FastEncoder, agreeing_encoder, hard_texts
-from megatron.tokenizers.library import Ids, Lengths, Tokenizer, TokenizerProperties, surround
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, agreeing_encoder, edge_cases
+from megatron.tokenizers.library import Ids, Lengths, Tokenizer, TokenizerProperties, add_special_tokens
 from megatron.tokenizers.sentencepiece_model import (
     SPACE,
     can_cut_before_spaces,
@@ -31,7 +31,7 @@ from megatron.tokenizers.sentencepiece_model import (
     read_model,
     tokenizer_json,
 )
-from megatron.tokenizers.tokenizer_files import canonical, read_tokenizer_bytes, way_out
+from megatron.tokenizers.tokenizer_files import canonical, file_advice, read_tokenizer_bytes
 
 _ADDED_TOKENS = ("<CLS>", "<SEP>", "<EOD>", "<MASK>")
 _OWN_SPACES = ("  a", "a  ", " \n a", f"{SPACE}a", f"a{SPACE}{SPACE}b {SPACE}", "\t\ta  b   c    d", "\u3000a\u00a0b")
@@ -41,11 +41,11 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
     """Loads a SentencePiece model.
 
     Raises:
-        ConfigError: the file is not named or does not exist, the package is missing, or a token that the type needs is.
-        DataError: the file is no such model.
+        ConfigError: the file, the package, or a required token is missing.
+        DataError: the file is not a SentencePiece model.
     """
     if not model_file:
-        raise ConfigError(f"--tokenizer-type {kind} needs --tokenizer-model (a SentencePiece .model file).")
+        raise ConfigError(f"--tokenizer-type {kind} requires --tokenizer-model (a SentencePiece .model file).")
     content = read_tokenizer_bytes(model_file, "--tokenizer-model")
     processor = _processor(content, model_file)
     has_more_tokens = kind == "SentencePieceTokenizer"
@@ -54,7 +54,7 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
     prefix = [processor.bos_id()] if kind == "Llama2Tokenizer" else []
     if prefix == [-1]:
         raise ConfigError(
-            f"--tokenizer-type Llama2Tokenizer puts a beginning of sequence before every text, but {model_file} has "
+            f"--tokenizer-type Llama2Tokenizer adds a beginning of sequence before every text, but {model_file} has "
             "none. Use GPTSentencePieceTokenizer."
         )
     name = f"{kind}:{model_file}"
@@ -78,7 +78,7 @@ def sentencepiece_tokenizer(kind: str, model_file: str | None, known_library: st
 
 
 def _parts(processor: Any, model_sha256: str, prefix: Sequence[int], added_tokens: Sequence[str]) -> TokenizerParts:
-    """See `behaviour.parts_of`; how the model cuts texts is not taken apart."""
+    """Returns the parts, see `behaviour.parts_of`; the algorithm is one opaque part."""
     return {
         "algorithm": [f"sentencepiece {model_sha256}"],
         VOCABULARY: [*processor.id_to_piece(list(range(len(processor)))), *added_tokens],
@@ -87,13 +87,13 @@ def _parts(processor: Any, model_sha256: str, prefix: Sequence[int], added_token
 
 
 def _special_ids(processor: Any, added_tokens: Sequence[str]) -> dict[str, int]:
-    """The control pieces, the pieces for texts that the model never splits, and the added tokens."""
+    """Returns the control pieces, the bracketed user-defined pieces, and the added tokens."""
     try:
         pieces = read_model(processor.serialized_model_proto()).pieces
     except ValueError:
         pieces = ()
     ids = {piece.text: number for number, piece in enumerate(pieces) if is_special(piece)}
-    return {**ids, **{token: len(processor) + place for place, token in enumerate(added_tokens)}}
+    return {**ids, **{token: len(processor) + index for index, token in enumerate(added_tokens)}}
 
 
 class SentencePieceReference:
@@ -101,7 +101,7 @@ class SentencePieceReference:
 
     Args:
         prefix: ids before every text.
-        added_tokens: strings of the ids that follow the model's.
+        added_tokens: texts of the ids after the model's.
     """
 
     name = "sentencepiece"
@@ -114,23 +114,23 @@ class SentencePieceReference:
 
     @cached_property
     def can_cut_before_spaces(self) -> bool:
-        """See `sentencepiece_model.can_cut_before_spaces`."""
+        """True if texts may be cut before spaces, see `sentencepiece_model.can_cut_before_spaces`."""
         try:
             return can_cut_before_spaces(read_model(self._processor.serialized_model_proto()))
         except ValueError:
             return False
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Ids of all texts back to back, and how many belong to each; uses the calling thread only."""
+        """Returns the concatenated ids of all texts, and the number of ids of each; runs in the calling thread."""
         if not texts:
             return np.empty(0, np.uint32), np.empty(0, np.int64)
         rows = self._processor.encode(list(texts), out_type="numpy", num_threads=1)
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         ids = np.concatenate(rows).astype(np.uint32, copy=False)
-        return surround(ids, lengths, self._prefix, []) if self._prefix else (ids, lengths)
+        return add_special_tokens(ids, lengths, self._prefix, []) if self._prefix else (ids, lengths)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; the model's control pieces and the added tokens are written out."""
+        """Returns the text of ids, control pieces and added tokens included."""
         parts: list[str] = []
         run: list[int] = []
         for token in ids:
@@ -143,12 +143,11 @@ class SentencePieceReference:
         return "".join([*parts, self._processor.decode(run)] if run else parts)
 
     def written(self, token: int) -> str | None:
-        """A token as the vocabulary has it."""
         size = len(self._processor)
         return str(self._processor.id_to_piece(token)) if token < size else self._added_tokens[token - size]
 
     def _control(self, token: int) -> str | None:
-        """What is written for an id that the model itself would leave out; None for the others."""
+        """Returns the text of an id that the model would not decode; None for the others."""
         size = len(self._processor)
         if token >= size:
             return self._added_tokens[token - size]
@@ -160,28 +159,30 @@ def _processor(content: bytes, model_file: str) -> Any:
         from sentencepiece import SentencePieceProcessor
     except ImportError as failure:
         raise ConfigError(
-            f"--tokenizer-model {model_file} needs the sentencepiece package (pip install sentencepiece), or a "
+            f"--tokenizer-model {model_file} requires the sentencepiece package (pip install sentencepiece), or a "
             "tokenizer.json of the same model with --tokenizer-type HFTokenizer."
         ) from failure
     try:
         processor = SentencePieceProcessor(model_proto=content)
         size = len(processor)
         processor.id_to_piece(list(range(size)))  # each must be UTF-8
-        processor.normalize(hard_texts([]))  # a damaged table of characters gives bytes that are nott text
+        processor.normalize(edge_cases([]))  # a damaged character table gives invalid text
     except (RuntimeError, ValueError, IndexError) as failure:
         size, reason = 0, str(failure).splitlines()[0][:200] if str(failure) else type(failure).__name__
     else:
         reason = "it holds no pieces"
     if not size:
-        raise DataError(f"{model_file} (--tokenizer-model) is not a SentencePiece model: {reason}. {way_out(content)}")
+        raise DataError(
+            f"{model_file} (--tokenizer-model) is not a SentencePiece model: {reason}. {file_advice(content)}"
+        )
     return processor
 
 
 def _added_tokens(processor: Any) -> list[str]:
-    """Tokens that upstream puts after the model's pieces, in its order: those that are not pieces yet."""
+    """Returns the tokens that upstream adds after the model's pieces, in its order, except existing pieces."""
     ends = ((processor.pad_id(), "<PAD>"), (processor.bos_id(), "<BOS>"), (processor.eos_id(), "<EOS>"))
-    wanted = [*_ADDED_TOKENS, *(token for number, token in ends if number < 0)]
-    return [token for token in wanted if _id_of(token, processor, ()) is None]
+    tokens = [*_ADDED_TOKENS, *(token for number, token in ends if number < 0)]
+    return [token for token in tokens if _id_of(token, processor, ()) is None]
 
 
 def _id_of(token: str, processor: Any, added_tokens: Sequence[str]) -> int | None:
@@ -192,21 +193,20 @@ def _id_of(token: str, processor: Any, added_tokens: Sequence[str]) -> int | Non
 
 
 class NormalizingEncoder:
-    """A fast encoder whose texts go through the model's normalizer first."""
+    """A fast encoder behind the model's normalizer."""
 
     def __init__(self, processor: Any, encoder: FastEncoder) -> None:
         self._processor = processor
         self._encoder = encoder
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[Ids, Lengths]:
-        """Ids of all texts back to back, and how many belong to each."""
         return self._encoder.encode_flat(self._processor.normalize(list(texts)))
 
 
 def _fast(
     name: str, processor: Any, content: bytes, known_library: str | None
 ) -> FastEncoder | NormalizingEncoder | None:
-    """The faster library, if it can read the model and gives the same ids; else one line says why not."""
+    """Returns the faster library, if it can read the model and gives the same ids; otherwise logs the reason."""
     if known_library == SentencePieceReference.name:
         return None
     description, normalizes, reason = _description(content)
@@ -214,7 +214,7 @@ def _fast(
     if description is not None and known_library is not None:
         encoder = FastEncoder(description)
     elif description is not None:
-        texts = [*hard_texts(()), *_OWN_SPACES]
+        texts = [*edge_cases(()), *_OWN_SPACES]
         rows = processor.encode(texts, num_threads=1)
         if normalizes:
             texts = processor.normalize(texts)
@@ -226,7 +226,7 @@ def _fast(
 
 
 def _description(content: bytes) -> tuple[str | None, bool, str]:
-    """A tokenizer.json or the reason why there is none, and whether texts must be normalized before it."""
+    """Returns a tokenizer.json or None, True if texts must be normalized first, and the reason for None."""
     try:
         model = read_model(content)
     except ValueError as failure:

@@ -1,7 +1,7 @@
-"""A SentencePiece model file as data, and as a `tokenizer.json` where it is byte-pair encoding with byte fallback.
+"""Parser of SentencePiece model files, and conversion of BPE models with byte fallback to `tokenizer.json`.
 
-Source: google/sentencepiece `src/sentencepiece_model.proto` (numbers of the fields) and `src/bpe_model.cc` (the pair
-whose piece has the highest score is merged first).
+Source: google/sentencepiece `src/sentencepiece_model.proto` (field numbers) and `src/bpe_model.cc` (the pair whose
+piece has the highest score is merged first).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _BPE = 2
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _BRACKETED = re.compile(r"[<\[]\S+[>\]]")
 _PLAIN_KINDS = frozenset((_NORMAL, _UNKNOWN, _CONTROL, _BYTE))
-_KNOWN_RULES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # none of them holds a space after another character
+_KNOWN_RULES = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # none has a space after another character
 _KINDS = {1: "unigram", _BPE: "bpe", 3: "word", 4: "char"}
 
 
 @dataclass(frozen=True)
 class VocabularyPiece:
-    """One entry of the vocabulary; its place is its id."""
+    """One entry of the vocabulary; its index is its id."""
 
     text: str
     score: float
@@ -33,12 +33,12 @@ class VocabularyPiece:
 
 @dataclass(frozen=True)
 class SentencePieceModel:
-    """What decides the ids of a model.
+    """The properties of a model that determine its ids.
 
     Args:
         kind: unigram, bpe, word or char.
-        spaces_after: whether words end with the mark of a space, instead of beginning with it.
-        changes_letters: whether the normalizer has rules for characters; `rules` is their name.
+        spaces_after: words end with the space mark, instead of beginning with it.
+        changes_letters: the normalizer has rules for characters; `rules` is their name.
     """
 
     pieces: tuple[VocabularyPiece, ...]
@@ -57,7 +57,7 @@ def read_model(content: bytes) -> SentencePieceModel:
     """Reads the contents of a `.model` file.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: not a model.
     """
     try:
         return _read(content)
@@ -66,27 +66,25 @@ def read_model(content: bytes) -> SentencePieceModel:
 
 
 def is_ordinary(piece: VocabularyPiece) -> bool:
-    """Whether texts are cut into such pieces; the others are bytes, control tokens and the unknown one."""
+    """Returns True for a piece of text; the others are bytes, control tokens and the unknown one."""
     return piece.kind == _NORMAL
 
 
 def is_special(piece: VocabularyPiece) -> bool:
-    """Whether a piece controls the model rather than being text: by its kind, or a mark in brackets of the user's."""
+    """Returns True for a control piece or a user-defined token in brackets."""
     return piece.kind in (_UNKNOWN, _CONTROL) or (
         piece.kind == _USER_DEFINED and _BRACKETED.fullmatch(piece.text) is not None
     )
 
 
 def needs_normalizing(model: SentencePieceModel) -> bool:
-    """Whether texts must go through the model's own normalizer before `tokenizer_json` encodes them."""
+    """Returns True if texts must pass the model's normalizer before `tokenizer_json` encodes them."""
     return model.changes_letters or model.joins_spaces
 
 
 def can_cut_before_spaces(model: SentencePieceModel) -> bool:
-    """Whether a space after anything but a space always begins a new piece, so that texts may be cut there.
-
-    Of Unigram models it does too, but the sums of scores over a very long text are rounded, and then differ.
-    """
+    """Returns True if a space after a non-space always begins a new piece, so that texts may be cut there."""
+    # Unigram models qualify in theory, but rounded score sums differ over a very long text.
     known = {piece.text for piece in model.pieces if is_ordinary(piece)}
     return (
         model.kind == "bpe"
@@ -100,10 +98,10 @@ def can_cut_before_spaces(model: SentencePieceModel) -> bool:
 
 
 def tokenizer_json(model: SentencePieceModel) -> tuple[str | None, str]:
-    """The same tokenizer as the contents of a `tokenizer.json`; None and the reason where there is none.
+    """Converts a model to the contents of a `tokenizer.json`; returns None and a reason if impossible.
 
-    It holds no rules for characters and runs of spaces: other libraries apply them differently from SentencePiece, so
-    texts are normalized by SentencePiece itself where there are any (see `needs_normalizing`).
+    Rules for characters and runs of spaces are omitted: other libraries apply them differently, so SentencePiece
+    normalizes the texts first (see `needs_normalizing`).
     """
     kinds = {piece.kind for piece in model.pieces}
     reason = ""
@@ -114,7 +112,7 @@ def tokenizer_json(model: SentencePieceModel) -> tuple[str | None, str]:
     elif not kinds <= _PLAIN_KINDS:
         reason = "it has user-defined or unused pieces"
     elif model.spaces_after or not model.marks_spaces:
-        reason = "it marks spaces in its own way"
+        reason = "it marks spaces in an unusual way"
     if reason:
         return None, reason
     description: dict[str, Any] = {
@@ -170,40 +168,40 @@ def _normalizer(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def _merges(model: SentencePieceModel) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two others, the best piece first."""
+    """Returns every split of a piece into two others, the best piece first."""
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind == _NORMAL}
     ways = [
-        (-score, text[:place], text[place:])
+        (-score, text[:cut], text[cut:])
         for text, score in scores.items()
-        for place in range(1, len(text))
-        if text[:place] in scores and text[place:] in scores
+        for cut in range(1, len(text))
+        if text[:cut] in scores and text[cut:] in scores
     ]
     ways.sort(key=lambda way: (way[0], -len(way[1]), -len(way[2])))
     return [(left, right) for _, left, right in ways]
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protocol buffer's fields: whole numbers, or the bytes of anything else."""
-    place = 0
-    while place < len(message):
-        key, place = _number(message, place)
-        form = key & 7
-        if form == 0:
-            value, place = _number(message, place)
+    """Yields numbers and values of a protocol buffer's fields: varints, or the bytes of anything else."""
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
+        wire_type = key & 7
+        if wire_type == 0:
+            value, offset = _varint(message, offset)
             yield key >> 3, value
             continue
-        size = 8 if form == 1 else 4
-        if form == 2:
-            size, place = _number(message, place)
-        yield key >> 3, message[place : place + size]
-        place += size
+        size = 8 if wire_type == 1 else 4
+        if wire_type == 2:
+            size, offset = _varint(message, offset)
+        yield key >> 3, message[offset : offset + size]
+        offset += size
 
 
-def _number(message: bytes, place: int) -> tuple[int, int]:
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
     value = shift = 0
     while True:
-        byte = message[place]
+        byte = message[offset]
         value |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        offset, shift = offset + 1, shift + 7
         if byte < 0x80:
-            return value, place
+            return value, offset

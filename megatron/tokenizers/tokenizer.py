@@ -1,16 +1,15 @@
-"""Text to token ids and back: which tokenizer the flags choose, of the families that Megatron knows.
+"""Builds a tokenizer from the flags, for Megatron's families of tokenizers.
 
-Each family has a reference library that defines what the right ids are: `tokenizers`, or `sentencepiece` for its own
-models. `gigatoken` encodes where it is installed, supports the tokenizer and agrees with the reference on a fixed set
-of hard texts, checked at every load; else the reference does.
+A reference library defines the correct ids of each family: `tokenizers`, or `sentencepiece` for its models. `gigatoken`
+encodes if it is installed, supports the tokenizer and agrees with the reference on a fixed set of edge cases, checked
+at every load; otherwise the reference does.
 
 Special-token strings inside a text:
 
-* The types of Megatron (GPT2BPETokenizer, the SentencePiece and the BERT types) treat them as plain text: no document
-  can forge an end of document.
-* `PretrainedFromHF` and `HFTokenizer` do what `tokenizer.json` says, which is usually that they become the special
-  token. They also add what its post-processor adds (a beginning-of-sequence token, say), as Megatron does by calling
-  `encode`.
+* Megatron's types (GPT2BPETokenizer, the SentencePiece and the BERT types) treat them as plain text: no document can
+  forge an end of document.
+* `PretrainedFromHF` and `HFTokenizer` follow `tokenizer.json`, which usually converts them to the special token. They
+  also add the tokens of its post-processor (such as a beginning of sequence), like Megatron's call of `encode`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from megatron.config.sections.data import NULL_TOKENIZER, SENTENCEPIECE_TOKENIZE
 from megatron.errors import ConfigError
 from megatron.tokenizers.gpt2 import GPT2_END_OF_DOCUMENT, gpt2_tokenizer
 from megatron.tokenizers.hugging_face import TOKENIZER_FOLDER, hugging_face_tokenizer
-from megatron.tokenizers.library import Ids, Lengths, Tokenizer, surround
+from megatron.tokenizers.library import Ids, Lengths, Tokenizer, add_special_tokens
 from megatron.tokenizers.null import null_tokenizer
 from megatron.tokenizers.sentencepiece import sentencepiece_tokenizer
 from megatron.tokenizers.wordpiece import wordpiece_tokenizer
@@ -37,13 +36,13 @@ __all__ = [
     "Tokenizer",
     "TokenizerChoice",
     "TokenizerFlags",
+    "add_special_tokens",
     "build_tokenizer",
-    "surround",
 ]
 
 
 class TokenizerFlags(Protocol):
-    """The flags that choose a tokenizer: `DataConfig` and the tools' own dataclasses have them."""
+    """The flags that select a tokenizer, as in `DataConfig` and the tools' dataclasses."""
 
     @property
     def tokenizer_type(self) -> str | None: ...
@@ -57,10 +56,10 @@ class TokenizerFlags(Protocol):
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """The four flags by themselves, small enough to send to another process.
+    """The four flags alone, small enough to send to another process.
 
     Args:
-        tokenizer_name_or_path: also spelled `--tokenizer-model`; of the SentencePiece types it is the .model file.
+        tokenizer_name_or_path: alias `--tokenizer-model`; the .model file for SentencePiece types.
     """
 
     tokenizer_type: str | None
@@ -73,7 +72,7 @@ class TokenizerChoice:
         return TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
 
     def or_copy_next_to(self, checkpoint: Path) -> TokenizerChoice:
-        """The same choice; if its folder is gone, the copy that an import put next to the checkpoint."""
+        """Returns the same choice; if its folder is gone, the copy next to an imported checkpoint."""
         recorded, copy = self.tokenizer_name_or_path, checkpoint.parent / TOKENIZER_FOLDER
         if recorded is None or Path(recorded).exists() or not copy.is_dir():
             return self
@@ -81,16 +80,15 @@ class TokenizerChoice:
 
 
 def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> Tokenizer:
-    """Loads the tokenizer that the flags name.
+    """Loads the tokenizer selected by the flags.
 
-    Only a hub name of `--tokenizer-name-or-path` may touch the network.
+    Only a Hub name in `--tokenizer-name-or-path` may access the network.
 
     Args:
-        known_library: what `library` of the same tokenizer was in another process, so that the check which decided it
-            need not be made again.
+        known_library: `library` of the same tokenizer in another process, to skip the equality check.
 
     Raises:
-        ConfigError: a flag is missing, names nothing, or is not a known type.
+        ConfigError: a flag is missing, a file does not exist, or the type is unknown.
         DataError: a tokenizer file is damaged.
     """
     kind = flags.tokenizer_type
@@ -105,4 +103,4 @@ def build_tokenizer(flags: TokenizerFlags, known_library: str | None = None) -> 
         return wordpiece_tokenizer(kind, flags.vocab_file, known_library)
     if kind == NULL_TOKENIZER:
         return null_tokenizer(flags.tokenizer_name_or_path)
-    raise ConfigError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZERS)}.")
+    raise ConfigError(f"unknown --tokenizer-type {kind}; use one of {', '.join(TOKENIZERS)}.")

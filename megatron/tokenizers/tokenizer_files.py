@@ -1,4 +1,4 @@
-"""Reading the files that tokenizers consist of, hashing what they say, and the package that many are made with."""
+"""Readers and hashes for tokenizer files."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ def read_tokenizer_file(path: str | Path, what: str) -> str:
     """Reads a tokenizer file as UTF-8 text.
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it cannot be read or is not UTF-8.
+        ConfigError: the file does not exist.
+        DataError: the file cannot be read or is not UTF-8.
     """
     content = read_tokenizer_bytes(path, what)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as failure:
-        raise DataError(f"{path} ({what}) cannot be read as UTF-8 text: {failure}. {way_out(content)}") from failure
+        raise DataError(f"{path} ({what}) cannot be read as UTF-8 text: {failure}. {file_advice(content)}") from failure
 
 
 def check_tokenizer_file(path: str | Path, what: str, beginning: bytes = b"") -> None:
-    """Checks that a tokenizer file can be read, and begins as its format does after white space.
+    """Checks that a tokenizer file can be read and, after white space, starts with `beginning`.
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it cannot be read, or is of another format.
+        ConfigError: the file does not exist.
+        DataError: the file cannot be read, or has another format.
     """
     content = read_tokenizer_bytes(path, what, most_bytes=_FIRST_BYTES).lstrip()
     if not content.startswith(beginning):
         begins = f"begins with {printable(content[:20].decode(errors='replace'))}" if content else "is empty"
-        raise DataError(f"{path} ({what}) {begins}; it must begin with {beginning.decode()}. {way_out(content)}")
+        raise DataError(f"{path} ({what}) {begins}; it must begin with {beginning.decode()}. {file_advice(content)}")
 
 
 def read_tokenizer_bytes(path: str | Path, what: str, most_bytes: int | None = None) -> bytes:
     """Reads a tokenizer file.
 
     Args:
-        most_bytes: how much of it; all if None.
+        most_bytes: maximum number of bytes; None for all.
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it cannot be read, or is too large for one.
+        ConfigError: the file does not exist.
+        DataError: the file cannot be read, or is too large.
     """
     try:
         if most_bytes is None:
@@ -60,7 +60,7 @@ def read_tokenizer_bytes(path: str | Path, what: str, most_bytes: int | None = N
         raise ConfigError(f"{what} {path} is not a file. Give the path of an existing one.") from failure
     except OSError as failure:
         raise DataError(
-            f"{path} ({what}) cannot be read: {failure.strerror}. Fetch or write the file again."
+            f"{path} ({what}) cannot be read: {failure.strerror}. Download or write the file again."
         ) from failure
 
 
@@ -68,33 +68,33 @@ def read_tokenizer_json(path: str | Path, what: str) -> Any:
     """Reads a tokenizer file of JSON.
 
     Raises:
-        ConfigError: there is no such file.
-        DataError: it cannot be read or is not JSON; the text says where.
+        ConfigError: the file does not exist.
+        DataError: the file cannot be read or is not JSON.
     """
     text = read_tokenizer_file(path, what)
     try:
         return parse_json(text)
     except ValueError as failure:
-        raise DataError(f"{path} is not valid JSON: {failure}. {way_out(text[:FIRST_BYTES].encode())}") from failure
+        raise DataError(f"{path} is not valid JSON: {failure}. {file_advice(text[:FIRST_BYTES].encode())}") from failure
 
 
-def way_out(content: bytes) -> str:
-    """What to do about a tokenizer file that cannot be read, by what its first bytes are."""
-    return (recognized(content) or "Fetch or write the file again") + "."
+def file_advice(content: bytes) -> str:
+    """Returns advice about an unreadable tokenizer file, given its first bytes."""
+    return (recognized(content) or "Download or write the file again") + "."
 
 
 def canonical(content: Any) -> str:
-    """JSON in a form that does not depend on white space and the order of keys."""
+    """Returns JSON independent of white space and key order."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
 def sha256(text: str) -> str:
-    """Hash of a text, hexadecimal."""
+    """Returns the SHA-256 of a text, hexadecimal."""
     return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
 
 
 def require_tokenizers() -> None:
-    """Checks that the package `tokenizers`, which a broken environment may lack, is there to be imported.
+    """Checks that the package `tokenizers` can be imported.
 
     Raises:
         ConfigError: it is not installed.
@@ -103,5 +103,5 @@ def require_tokenizers() -> None:
         import tokenizers  # noqa: F401
     except ImportError as failure:
         raise ConfigError(
-            "this vocabulary or tokenizer needs the tokenizers package: pip install tokenizers."
+            "this vocabulary or tokenizer requires the tokenizers package: pip install tokenizers."
         ) from failure

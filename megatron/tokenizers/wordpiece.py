@@ -1,4 +1,4 @@
-"""BERT's WordPiece from a `vocab.txt`: one token per line, the line's number is its id.
+"""BERT's WordPiece from a `vocab.txt` with one token per line, in the order of ids.
 
 Source: google-research/bert `tokenization.py` (`FullTokenizer`); Megatron-DeepSpeed `megatron/tokenizer/tokenizer.py`
 (`_BertWordPieceTokenizer`), which appends `[BOS]` and `[EOS]` to the vocabulary.
@@ -32,21 +32,21 @@ _SPECIAL = re.compile(r"[\[<]\S+[\]>]")  # texts are cut at brackets, so no text
 _LONGEST_WORD = 200  # characters; a longer word is unknown
 _MOST_WORDS = 1 << 17  # in memory, about 40 MB
 _LONGEST_KNOWN = 64  # characters; longer ones are rarely repeated
-_DROPPED_SPACES = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # white space to Python, but BERT drops them without cutting
+_DROPPED_SPACES = re.compile("[\x0b\x0c\x1c-\x1f\x85]")  # white space in Python, but BERT removes it without splitting
 
 
 def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | None) -> Tokenizer:
-    """Loads a `vocab.txt`; `[EOS]` ends a document (upstream names no such token for BERT's vocabularies).
+    """Loads a `vocab.txt`; `[EOS]` ends a document (upstream has no such token for BERT's vocabularies).
 
-    Words are written in lower case and without accents for `BertWordPieceLowerCase`, so decoding does not give the text
-    back. A Greek sigma that ends a word becomes σ, as in Hugging Face's tokenizers; BERT's own code writes ς.
+    `BertWordPieceLowerCase` converts words to lower case without accents, so decoding does not restore the text. A
+    final Greek sigma becomes σ, as in Hugging Face's tokenizers; BERT's code writes ς.
 
     Raises:
-        ConfigError: the file is not named, or does not exist.
-        DataError: it is damaged.
+        ConfigError: the file is missing.
+        DataError: the file is damaged.
     """
     if not vocab_file:
-        raise ConfigError(f"--tokenizer-type {kind} needs --vocab-file (a vocab.txt with one token per line).")
+        raise ConfigError(f"--tokenizer-type {kind} requires --vocab-file (a vocab.txt with one token per line).")
     vocabulary = _vocabulary(vocab_file)
     lower_case = kind == "BertWordPieceLowerCase"
     tokenizer = wordpiece(vocabulary, lower_case)
@@ -62,7 +62,7 @@ def wordpiece_tokenizer(kind: str, vocab_file: str | None, known_library: str | 
 
 
 def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
-    """BERT's rules in `tokenizers`: clean, split at spaces, punctuation and Chinese characters, longest piece first."""
+    """Builds BERT's rules in `tokenizers`: clean, split at spaces, punctuation and Chinese characters."""
     require_tokenizers()
     from tokenizers import Tokenizer as Reference
     from tokenizers import decoders, models, normalizers, pre_tokenizers
@@ -76,7 +76,7 @@ def wordpiece(vocabulary: dict[str, int], lower_case: bool) -> Any:
 
 
 class WordByWord(RustReference):
-    """BERT's rules with a memory for words: what is between two spaces has the same ids wherever it is."""
+    """BERT's rules with a cache of words: the ids of a word do not depend on its context."""
 
     can_cut_before_spaces = True
 
@@ -99,7 +99,7 @@ class WordByWord(RustReference):
 
 
 class _KnownWords(dict[str, list[int]]):
-    """Ids of the words that were met."""
+    """Cached ids of words."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
@@ -123,14 +123,12 @@ def _vocabulary(path: str) -> dict[str, int]:
         token = line.rstrip("\r")
         if not token or token in vocabulary:
             wrong = f"repeats {token!r:.200} of line {vocabulary[token] + 1}" if token else "is empty"
-            raise DataError(
-                f"{path}:{number + 1} (--vocab-file) {wrong}; a line is one token, its number the token's id."
-            )
+            raise DataError(f"{path}:{number + 1} (--vocab-file) {wrong}; each line must be a distinct token.")
         vocabulary[token] = number
     if UNKNOWN_TOKEN not in vocabulary:
         raise DataError(
-            f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} line among its {len(vocabulary)}, so unknown words could "
-            "not be written. Use BERT's vocab.txt, or one written by tools/train_tokenizer.py --model-type wordpiece."
+            f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} among its {len(vocabulary)} lines, as unknown words need. "
+            "Use BERT's vocab.txt, or one written by tools/train_tokenizer.py --model-type wordpiece."
         )
     for token in ADDED_TOKENS:
         vocabulary.setdefault(token, len(vocabulary))

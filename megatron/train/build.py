@@ -31,14 +31,14 @@ from megatron.train.stop import Stopping
 def open_run(
     request: RunRequest, signals: StopSignals | None = None, callbacks: Sequence[type[Callback]] = ()
 ) -> Iterator[tuple[Run, CallbackList]]:
-    """Builds a run, from its process groups to its progress, with all its callbacks, and tears it down afterwards.
+    """Builds a run with its process groups and callbacks, and tears it down afterwards.
 
     Args:
-        signals: where stop signals are noted, if the caller has installed that; else it is done here.
-        callbacks: classes to add to those that the flags ask for.
+        signals: installed stop signals of the caller; installed here by default.
+        callbacks: classes in addition to those enabled by flags.
 
     Raises:
-        MegatronError: anything that is wrong with the flags, the machine, the data or the checkpoint.
+        MegatronError: an invalid flag, or a problem with the machine, the data or the checkpoint.
     """
     with (
         open_environment(request, signals) as environment,
@@ -61,33 +61,33 @@ def _build(
     config, mesh, tokenizer, watch = environment.config, environment.mesh, environment.tokenizer, environment.watch
     start = find_start(config, mesh)
     config, saved = start.config, start.saved
-    passes = check_history(config, mesh, start, environment.history)
+    batch_skips = check_history(config, mesh, start, environment.history)
     if saved is not None:
         check_tokenizer(config.loading, saved.record, tokenizer)
-        known = len(config.notices)
+        shown = len(config.notices)
         config = check_resume(saved.record.config, config)
-        show_notices(config.notices[known:], mesh)
+        show_notices(config.notices[shown:], mesh)
     else:
         is_by_choice = config.was_given("model.moe_aux_loss_scope")
         show_notices([*balancing_notices(config.model, is_by_choice=is_by_choice)], mesh)
-    asked = make_callbacks(CallbackSetup(config, mesh, tokenizer, watch, passes), more_callbacks)
+    requested = make_callbacks(CallbackSetup(config, mesh, tokenizer, watch, batch_skips), more_callbacks)
     engine, sizes = open_engine(config, mesh, saved.record if saved else None)
     writer = open_writer(config, engine, environment.lock)
     loaded, progress = load_tensors(config, engine, saved)
     resumed = None if config.loading.finetune else loaded
     if resumed is not None and not config.evaluation.eval_only:
         warn_if_done(config.optim, progress)
-    data = open_data(config, mesh, tokenizer, progress, None if resumed is None else resumed.data_plan, passes)
+    data = open_data(config, mesh, tokenizer, progress, None if resumed is None else resumed.data_plan, batch_skips)
     engine.objective = build_objective(config, mesh, sources=data.source_names)
-    asked.restore(engine, progress, resumed)
+    requested.restore(engine, progress, resumed)
     is_resume = loaded is not None or start.is_restart
     report, folder = open_report(config, mesh, sizes[1], data.plan, is_resume=is_resume)
     watch.report_folder = folder
     show_start(config, engine, sizes, data, progress, folder, is_loaded=loaded is not None)
     run = Run(config, mesh, engine, data, report, Stopping(environment.rules, mesh, watch), watch, progress)
     reports = StepReports()
-    evaluator = Evaluator(asked, reports)
+    evaluator = Evaluator(requested, reports)
     saved_step = None if resumed is None else progress.step
-    saving = Saving(start.identity, asked, reports, evaluator, environment.lock, writer, saved_step)
-    callbacks = CallbackList((reports, *asked, evaluator, saving, StartRecord(environment.history)))
+    saving = Saving(start.identity, requested, reports, evaluator, environment.lock, writer, saved_step)
+    callbacks = CallbackList((reports, *requested, evaluator, saving, StartRecord(environment.history)))
     return run, writer, callbacks

@@ -1,4 +1,4 @@
-"""Callbacks: what a run does besides training its steps, and when each of them is called."""
+"""Callbacks: hooks that a run calls in addition to training its steps."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from megatron.train.watchdog import Watch
 
 @dataclass(frozen=True)
 class CallbackSetup:
-    """What callbacks are made from, before the network is built.
+    """The arguments of `Callback.of`, before the network is built.
 
     Attributes:
-        watch: watches all ranks already; later it knows the run folder.
-        passes: the steps before which a batch is passed over, because starts of the run ended on it in NaN.
-        activity: what the run shows to those who watch it; nothing is written until a callback opens it.
+        watch: the watchdog, already running; its `report_folder` is set later.
+        batch_skips: the steps before which a batch is skipped, because starts of the run ended on it in NaN.
+        activity: writes nothing until a callback opens it.
     """
 
     config: RunConfig
     mesh: ParallelMesh
     tokenizer: Tokenizer
     watch: Watch = field(default_factory=Watch)
-    passes: tuple[int, ...] = ()
+    batch_skips: tuple[int, ...] = ()
     activity: Activity = field(default_factory=Activity)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         split: "valid" or "test".
         prefix: the point in training, for the log ("iteration 100").
-        losses: mean loss per counted token, in nats, by group name, None for a group of which no token counts; empty if
+        losses: mean loss per counted token, in nats, by group name; None for a group without counted tokens; empty if
             the split is empty.
     """
 
@@ -54,79 +54,75 @@ class Evaluation:
 
 
 class Callback:
-    """Something that a run does besides training its steps. A callback overrides only the methods it needs.
+    """Base class of callbacks; override only the methods needed.
 
-    All but `after_save`, `failed_save` and `close` are called on every rank at the same point of the run, so that they
-    may communicate; all but `after_save` in the main thread. What they raise ends the run.
+    All methods except `after_save`, `failed_save` and `close` are called on every rank at the same point of the run, so
+    that they may communicate; all except `after_save` are called in the main thread. An exception ends the run.
 
-    The order is that of `train/build.py`: reports of steps; callbacks of companions, of `callbacks/table.py` and of the
-    program; evaluating, saving and the record of starts. What is called around evaluations and saves reaches only those
-    that flags and the program ask for.
+    The order is set in `train/build.py`: step reports; callbacks of companions, of `callbacks/table.py` and of the
+    program; evaluation, saving and the record of starts. The methods around evaluations and saves are called only for
+    callbacks added by flags and by the program.
     """
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Callback | None:
-        """The callback, whose flags and files it checks here; None for a run that does without it. Collective."""
+        """Creates the callback and checks its flags and files; None if the run does not need it. Collective."""
         return cls()
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
-        """The engine holds the weights and the data are open; nothing has been reported yet.
+        """Called when the weights are loaded and the data are open, before anything is reported.
 
         Args:
-            progress: at which training starts.
-            record: what `state` returned is in it; None unless the run continues from a checkpoint.
+            progress: at the start of training.
+            record: contains the result of `state`; None unless the run resumes from a checkpoint.
         """
 
     def opened(self, run: Run) -> None:
-        """The run is complete, and will train or evaluate."""
+        """Called when the run is fully built, before it trains or evaluates."""
 
     def before_step(self, run: Run) -> None:
-        """The next step is about to begin; its batch is not read yet."""
+        """Called before the batch of the next step is read."""
 
     def after_step(self, run: Run, step: TrainedStep) -> None:
-        """A step is trained and part of the progress of the run. Its metrics may still be on the device."""
+        """Called after each step; its metrics may still be on the device."""
 
     def at_evaluation(self, run: Run, evaluation: Evaluation) -> None:
-        """A split was evaluated. The training state must stay as it is."""
+        """Called after the evaluation of a split; must not modify the training state."""
 
     def before_save(self, run: Run) -> None:
-        """The state of the run is about to be copied or written."""
+        """Called before the state of the run is copied or written."""
 
     def after_save(self, path: Path, mesh: ParallelMesh) -> None:
-        """A checkpoint was committed. May be called from the thread that writes.
+        """Called after a checkpoint was committed, possibly from the writer thread.
 
         Args:
             path: its folder.
-            mesh: the groups of this thread.
+            mesh: the groups of the calling thread.
         """
 
     def failed_save(self, run: Run, step: int, reason: str) -> None:
-        """The file system refused the checkpoint of a step."""
+        """Called when the file system refused the checkpoint of a step."""
 
     def state(self, run: Run) -> Mapping[str, Any]:
-        """What a checkpoint keeps for `restore`, as JSON: fields of `Record`, or entries of its `parts` by any other
-        name.
-        """
+        """The state to save for `restore`, as JSON: fields of `Record`, or entries of its `parts`."""
         return {}
 
     def trained(self, run: Run) -> None:
-        """No step follows; the last checkpoint is about to be saved."""
+        """Called after the last step, before the last checkpoint is saved."""
 
     def finished(self, run: Run) -> None:
-        """All samples are consumed and the last checkpoint is saved; or the run only evaluates. The final evaluations
-        follow.
-        """
+        """Called before the final evaluations, when all samples are consumed and saved, or the run only evaluates."""
 
     def close(self, run: Run, error: BaseException | None) -> None:
-        """The run ends; the last callback is closed first. Called once `opened` was, whether or not that raised.
+        """Called at the end of the run, last callback first, also if `opened` raised.
 
         Args:
-            error: what ends the run early, if anything does.
+            error: the exception that ends the run, if any.
         """
 
 
 class CallbackList(Callback):
-    """The callbacks of one run, each called in its turn."""
+    """The callbacks of a run, called in order."""
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
         self._callbacks = tuple(callbacks)
@@ -140,7 +136,6 @@ class CallbackList(Callback):
 
     @contextlib.contextmanager
     def open(self, run: Run) -> Iterator[None]:
-        """Opens the callbacks, and closes each of them at the end."""
         with contextlib.ExitStack() as closing:
             for callback in self._callbacks:
                 closing.enter_context(_opened(callback, run))

@@ -14,7 +14,7 @@ def run_to_end(run: Run, callbacks: CallbackList) -> ExitCode:
     """Trains or evaluates the run.
 
     Raises:
-        MegatronError: checkpoints can no longer be saved, the loss is not finite, or no step or evaluation had one.
+        MegatronError: checkpoints cannot be saved, or the loss is not finite, or no step or evaluation had one.
     """
     if not run.config.evaluation.eval_only:
         return train(run, callbacks)
@@ -37,7 +37,7 @@ def train(run: Run, callbacks: CallbackList) -> ExitCode:
 
 
 def train_steps(run: Run, callbacks: CallbackList) -> StopVerdict:
-    """Trains step by step; returns why it stopped, CONTINUE if all samples are consumed."""
+    """Trains until all samples are consumed (returns CONTINUE) or a stop condition holds (returns the verdict)."""
     while not run.is_done:
         callbacks.before_step(run)
         step = train_step(run)

@@ -1,4 +1,4 @@
-"""What a run learns: its objective, and what micro-batches and their contexts hold for it."""
+"""The objective of a run, and the settings of micro batches and step contexts for it."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, sources: Sequence[
 
 
 def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSettings:
-    """The settings shared by all micro-batches of a run.
+    """The settings shared by all micro batches of a run.
 
     Args:
-        mesh: whose ranks may share samples; None if nothing is computed with the settings.
+        mesh: its ranks may share samples; None if nothing is computed with the settings.
     """
     recompute = Recompute.NONE
     if config.recompute.checkpoint_activations:
@@ -92,8 +92,8 @@ def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSe
         dtype=getattr(torch, config.precision.dtype_name),
         hidden_size=config.model.hidden_size,
         explicit_attention=not config.kernels.fused_attention,
-        # ZeRO-3 takes the weight of the head apart again before the losses are computed; a teacher's logits are
-        # compared with the network's logits, which then have to be materialized.
+        # ZeRO-3 partitions the weight of the head again before the losses are computed; distillation compares the
+        # logits of student and teacher, which must be materialized.
         factored_logits=not (masked or config.distillation.is_on) and holds_parameters,
         holds_parameters=holds_parameters,
         split=split,
@@ -101,17 +101,17 @@ def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSe
 
 
 def names_predicted(config: RunConfig) -> bool:
-    """Whether batches name the positions to predict; ranks that share a sample compute all positions that they have."""
+    """True if batches list the positions to predict; ranks that share a sample compute all of theirs."""
     return config.loss.objective == MASKED and config.parallel.sequence_size == 1
 
 
 def masked_options(config: RunConfig) -> MaskedOptions | None:
-    """How masked samples are made; None for other objectives."""
+    """The options of masked samples; None for other objectives."""
     return MaskedOptions.of(config.masking, config.loss, pairs=config.model.sentence_order_head)
 
 
 def batch_options(config: RunConfig, tokenizer: Tokenizer) -> BatchOptions:
-    """What the batches of a run consist of."""
+    """The contents of a batch for the objective."""
     masked = masked_options(config)
     return BatchOptions(
         eod_id=tokenizer.eod_id,
@@ -131,7 +131,7 @@ def samples_to_learn(
     """A dataset as the objective needs it: with random prefixes, or unchanged.
 
     Args:
-        length: how many tokens of each sample a curriculum uses; prefixes are drawn within them. None for all.
+        length: tokens of each sample that a curriculum uses, which also limit prefixes; None for all.
     """
     if length is not None and length < config.data.seq_length:
         dataset = ShortenedDataset(dataset, length)
@@ -142,5 +142,5 @@ def samples_to_learn(
 
 
 def packs_examples(config: RunConfig) -> bool:
-    """Whether a sample holds several examples, each of which is trained on as if it were alone."""
+    """True if a sample contains several independent examples."""
     return config.loss.objective == MULTITASK or config.finetuning.pack_examples

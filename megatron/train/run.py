@@ -1,4 +1,4 @@
-"""A run: what it consists of, and the one value that changes at every step."""
+"""A run: its components, and its progress."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from megatron.train.watchdog import Watch
 
 @dataclass
 class Run:
-    """The components of a run.
-
-    Only `progress` is reassigned: after a step, when one turns out to be bad, and when batches are skipped.
-    """
+    """The components of a run; only `progress` is reassigned."""
 
     config: RunConfig
     mesh: ParallelMesh
@@ -40,20 +37,19 @@ class Run:
         return is_done(self.config.optim, done.step, done.consumed_samples, ranges, done.consumed_tokens)
 
     def is_due(self, interval: int | None) -> bool:
-        """Whether an action that runs every `interval` steps is due after this one."""
+        """True if an action that runs every `interval` steps is due after the current step."""
         return bool(interval) and self.progress.step % (interval or 1) == 0
 
     @property
     def next_length(self) -> int:
-        """Tokens of each sample in the next step; fewer than --seq-length early in a curriculum."""
+        """Tokens per sample in the next step; fewer than --seq-length early in a curriculum."""
         return self.config.optim.length_of_step(self.progress.step + 1)
 
     def train_batches(self) -> Sequence[Batch]:
-        """This rank's micro-batches of the next global batch."""
         return self.data.train_batches(self.progress.consumed_samples, self.next_length)
 
     def skip_batches(self, batches: int) -> None:
-        """Consumes the data of the next batches without training on them; the step stays as it is."""
+        """Consumes the data of the next batches without training on them or counting steps."""
         progress = self.progress
         consumed = samples_after(self.config.optim, batches, progress.consumed_samples)
         tokens = progress.consumed_tokens + (consumed - progress.consumed_samples) * self.next_length

@@ -1,4 +1,4 @@
-"""The data of a run: opened once, read batch by batch."""
+"""The data of a run."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from megatron.train.objectives import batch_options, masked_options, samples_to_
 
 
 class RunData:
-    """The samples that this rank trains on and evaluates.
+    """The training and evaluation samples of this rank.
 
     Attributes:
-        plan: which sample comes when.
-        source_names: the sources whose losses are reported separately; empty for none.
+        plan: the order of samples.
+        source_names: the sources whose losses are reported separately, if any.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class RunData:
         self._loaded_length: int | None = None
 
     def train_batches(self, consumed_samples: int, length: int) -> Sequence[Batch]:
-        """This rank's micro-batches of the global batch that comes after some samples.
+        """This rank's micro batches of the global batch after `consumed_samples`.
 
         Args:
-            length: tokens of each sample.
+            length: tokens per sample.
         """
         if self.datasets.train is None:
-            raise RuntimeError("this run has no training data")  # build_split_datasets refuses it before
+            raise RuntimeError("this run has no training data")  # refused earlier by build_split_datasets
         config = self._config
         if self._loader is None:
             options = dataclasses.replace(self._options, sources=config.report.log_per_source_loss)
@@ -72,7 +72,7 @@ class RunData:
         return self._loader.micro_batches(consumed_samples, global_batch_size(config.optim, consumed_samples))
 
     def loader(self, dataset: SampleDataset, options: BatchOptions | None = None) -> BatchLoader:
-        """A loader of this rank's shard of a dataset, as the objective wants it; `options` defaults to the run's."""
+        """A loader of this rank's shard of a dataset, prepared for the objective; by default with the run's options."""
         return BatchLoader(
             samples_to_learn(dataset, self._config, self.tokenizer),
             micro_batch_size=self._config.optim.micro_batch_size,
@@ -83,17 +83,16 @@ class RunData:
         )
 
     def evaluation_datasets(self, split: str) -> Mapping[str, SampleDataset]:
-        """The named groups of the validation or test split."""
         return self.datasets.valid if split == "valid" else self.datasets.test
 
     def evaluation_samples(self, split: str, name: str) -> int:
-        """How many samples of a named group an evaluation sees, the same first ones each time."""
+        """Number of samples of a named group that each evaluation uses, always the first ones."""
         dataset, evaluation = self.evaluation_datasets(split)[name], self._config.evaluation
-        wanted = evaluation.eval_iters * self._config.optim.global_batch_size
-        if evaluation.full_validation and wanted:
+        count = evaluation.eval_iters * self._config.optim.global_batch_size
+        if evaluation.full_validation and count:
             groups = self.plan.valid if split == "valid" else self.plan.test
-            wanted = next(group for group in groups if group.name == name).pass_samples(self.plan.sequence_length)
-        return min(len(dataset), wanted)
+            count = next(group for group in groups if group.name == name).pass_samples(self.plan.sequence_length)
+        return min(len(dataset), count)
 
     def close(self) -> None:
         """Stops reading ahead."""
@@ -103,7 +102,7 @@ class RunData:
 
 
 def with_epochs(config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer) -> RunConfig:
-    """Gives a run of --epochs its length, by counting the training data; collective over the mesh."""
+    """Sets the length of a run with --epochs by counting the training data; collective over the mesh."""
     if config.finetuning.epochs is None or config.evaluation.eval_only:
         return config
     request = _data_request(config, tokenizer)
@@ -117,21 +116,20 @@ def open_data(
     tokenizer: Tokenizer,
     progress: Progress,
     stored: DataPlan | None,
-    passes: Sequence[int],
+    batch_skips: Sequence[int],
 ) -> RunData:
-    """Opens the datasets; one process per node first writes missing index files, then the others read them. Collective
-    over the mesh.
+    """Opens the datasets, after one process per node has written missing index files; collective over the mesh.
 
     Args:
-        progress: at which training starts.
-        stored: the plan of the checkpoint that the run continues from.
-        passes: the steps before which a batch is passed over.
+        progress: at the start of training.
+        stored: the plan of the checkpoint that the run resumes from.
+        batch_skips: the steps before which a batch is skipped.
     """
     consumed = progress.consumed_samples, progress.consumed_tokens
     train, valid, test = planned_samples(
         config.optim, config.evaluation, progress.step, *consumed, ranges=config.safety.skip_ranges
     )
-    train += sum(step > progress.step for step in passes) * config.optim.global_batch_size
+    train += sum(step > progress.step for step in batch_skips) * config.optim.global_batch_size
     samples = (0 if config.evaluation.eval_only else train, valid, test)
 
     request = dataclasses.replace(
@@ -147,8 +145,8 @@ def open_data(
     datasets, plan = built[0] if built else build_split_datasets(dataclasses.replace(request, build_indices=False))
     for text in describe(datasets, plan):
         log.info(text)
-    asked = {config.provenance.get(f"evaluation.{name}") for name in ("eval_interval", "eval_iters")}
-    is_evaluated = not asked.isdisjoint((GIVEN, FILE))
+    origins = {config.provenance.get(f"evaluation.{name}") for name in ("eval_interval", "eval_iters")}
+    is_evaluated = not origins.isdisjoint((GIVEN, FILE))
     notices = empty_splits(config.data, plan, is_evaluated=is_evaluated) if valid != 0 else []
     if plan.train is not None and datasets.train is not None and config.finetuning.epochs is None:
         notices += repetition_notices(
@@ -165,6 +163,6 @@ def _data_request(config: RunConfig, tokenizer: Tokenizer) -> DataRequest:
 
 
 def show_notices(notices: Iterable[str], mesh: ParallelMesh) -> None:
-    """Warns of what does not prevent a run, once for all ranks."""
+    """Logs notices as warnings, on rank 0 only."""
     for notice in notices if mesh.world.rank == 0 else ():
         log.warning(notice)

@@ -1,4 +1,4 @@
-"""Stop signals: noted for the training loop, or the end of the process where no other step can be reached."""
+"""Stop signals: recorded for the training loop; they end the process if no further step can be completed."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from megatron.errors import ExitCode
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 # A scheduler that sends SIGTERM usually sends SIGKILL half a minute later.
-_PATIENCE_SECONDS = 2.0
+_GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.2
 _END_OF_THREAD = 0
 
 
 class SignalTarget(Protocol):
-    """What is known about whether this rank will reach the end of the current step."""
+    """The state of this rank that decides whether to wait for the end of the current step."""
 
     def peers_answer(self) -> bool:
-        """Whether every other rank has shown a sign of life recently."""
+        """True if every other rank has responded recently."""
 
     def seconds_without_progress(self) -> float:
-        """How long this rank has made no progress."""
+        """Seconds since this rank last made progress."""
 
     def longest_seconds(self) -> float:
-        """The longest time this rank has gone without progress before making some again."""
+        """The longest interval without progress so far."""
 
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written, by the main thread or in the background."""
+        """True while a checkpoint is being written, by the main thread or in the background."""
 
 
 class StopSignals:
-    """Notes that SIGTERM or SIGUSR1 has arrived.
+    """Handles SIGTERM and SIGUSR1.
 
-    In the training loop that is all, and the loop stops after the step. Elsewhere, in start-up and in the evaluation at
-    the end of a run, nothing would be saved by waiting, so the process ends; it also ends if the loop is stuck, because
-    another rank does not answer or the step takes several times longer than any before. A checkpoint that is being
-    written is waited for in any case.
+    In the training loop the signal is only recorded, and the loop stops after the step. Elsewhere, at start-up and in
+    the final evaluation, waiting would save nothing, so the process exits; it also exits if the loop is stuck, because
+    another rank does not respond or the step takes several times longer than any before. A save in progress is always
+    waited for.
 
-    Python runs signal handlers in the main thread and between two of its bytecodes, which a rank that waits in a
-    collective does not reach. So a thread reads the numbers of arriving signals from a pipe that the interpreter fills
-    (`signal.set_wakeup_fd`). Call `install` and `restore` in the main thread.
+    Python runs signal handlers between bytecodes of the main thread, which a rank that waits in a collective does not
+    reach. So a thread reads signal numbers from a pipe that the interpreter writes to (`signal.set_wakeup_fd`). Call
+    `install` and `restore` in the main thread.
 
     Args:
         end: ends the process from the thread: `process_exit.end_process` except in tests.
@@ -59,7 +59,7 @@ class StopSignals:
         self._end = end
         self._received: int | None = None
         self._former: dict[int, Any] = {}
-        self._reach: SignalTarget | None = None
+        self._target: SignalTarget | None = None
         self._in_loop = False
         self._settled = False
         self._pipe: tuple[int, int] | None = None
@@ -68,7 +68,7 @@ class StopSignals:
 
     @property
     def received(self) -> str | None:
-        """Name of the first stop signal that arrived; None if there was none."""
+        """Name of the first stop signal; None if there was none."""
         return None if self._received is None else signal.Signals(self._received).name
 
     @contextlib.contextmanager
@@ -93,7 +93,7 @@ class StopSignals:
         return self
 
     def restore(self) -> None:
-        """Restores the signal handlers from before `install`, and ends the thread."""
+        """Restores the previous signal handlers, and ends the thread."""
         for number, former in self._former.items():
             signal.signal(number, signal.SIG_DFL if former is None else former)
         self._former = {}
@@ -106,20 +106,20 @@ class StopSignals:
             self._thread = self._pipe = None
 
     @contextlib.contextmanager
-    def steps_follow(self, reach: SignalTarget | None = None) -> Iterator[None]:
-        """While the context is open, a signal is left to the loop that trains, which asks for `received`.
+    def steps_follow(self, target: SignalTarget | None = None) -> Iterator[None]:
+        """While the context is open, signals are left to the training loop, which reads `received`.
 
         Args:
-            reach: tells whether the loop still makes progress; None assumes that it does.
+            target: reports whether the loop makes progress; by default it is assumed to.
         """
-        self._reach, self._in_loop = reach, True
+        self._target, self._in_loop = target, True
         try:
             yield
         finally:
             self._in_loop = False
 
     def settle(self) -> None:
-        """Notes that the run is stopping anyway: signals have no effect from here on."""
+        """Ignores signals from now on, since the run is stopping anyway."""
         self._settled = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -127,7 +127,7 @@ class StopSignals:
             self._received = number
 
     def _listen(self, reader: int) -> None:
-        """Waits for signals; after the first one, checks whether a step can still be reached."""
+        """Waits for signals; after the first one, checks whether the step can still be completed."""
         since: float | None = None
         while True:
             ready, _, _ = select.select([reader], [], [], None if since is None else _POLL_SECONDS)
@@ -140,27 +140,27 @@ class StopSignals:
             if since is not None and not self._settled:
                 reason = self._obstacle(time.monotonic() - since)
                 if reason is not None:
-                    self._end(ExitCode.REQUEUE, f"ended by {self.received}: {reason}")
+                    self._end(ExitCode.REQUEUE, f"terminated by {self.received}: {reason}")
                     return
 
     def _obstacle(self, waited_seconds: float) -> str | None:
-        """Why neither another step nor a save is worth waiting for, or can be reached; None while one can."""
-        is_saving = self._reach is not None and self._reach.is_saving()
+        """The reason not to wait for the end of the step or of a save; None while waiting is useful."""
+        is_saving = self._target is not None and self._target.is_saving()
         if not self._in_loop and not is_saving:
             return "no step was in progress, so nothing is lost. Run the same command again."
-        if self._reach is None or waited_seconds < _PATIENCE_SECONDS:
+        if self._target is None or waited_seconds < _GRACE_SECONDS:
             return None
-        if not self._reach.peers_answer():
+        if not self._target.peers_answer():
             return (
-                "another rank does not answer, so the current step cannot be finished. Saved checkpoints are intact; "
+                "another rank does not respond, so the current step cannot be completed. Saved checkpoints are intact; "
                 "run the same command again."
             )
         if is_saving:
-            return None  # a file system may take its time; --hang-timeout-seconds says how much
-        stuck_seconds, usual_seconds = self._reach.seconds_without_progress(), self._reach.longest_seconds()
-        if stuck_seconds > max(_PATIENCE_SECONDS, 3.0 * usual_seconds):
+            return None  # limited by --hang-timeout-seconds only
+        stuck_seconds, usual_seconds = self._target.seconds_without_progress(), self._target.longest_seconds()
+        if stuck_seconds > max(_GRACE_SECONDS, 3.0 * usual_seconds):
             return (
-                f"the current step has not moved for {stuck_seconds:.0f} s, three times longer than any part of a step "
-                "before. Saved checkpoints are intact; run the same command again."
+                f"the current step has made no progress for {stuck_seconds:.0f} s, three times longer than ever. "
+                "Saved checkpoints are intact; run the same command again."
             )
         return None

@@ -1,4 +1,4 @@
-"""A step of a run."""
+"""Training of one step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ class TrainedStep:
     """A trained step; its metrics may still be on the device.
 
     Attributes:
-        progress: after the step; whether it was skipped, or a bad one, is counted when it is reported.
-        learning_rate: the learning rate that was used.
+        progress: after the step; skipped and bad steps are counted when the step is reported.
         seconds: wall time of the step.
-        data_seconds: of these, until its batch was read.
-        messages: what its messages took; None with one rank, which sends none.
-        weight_norms: see `megatron.engine.weight_norms`; None unless asked for.
-        ends_epoch: whether the step completed a pass of --epochs over the training data.
+        data_seconds: time until its batch was read, included in `seconds`.
+        messages: communication time; None with one rank.
+        weight_norms: see `megatron.engine.weight_norms`; None unless due.
+        ends_epoch: the step completed an epoch of --epochs.
     """
 
     progress: Progress
@@ -41,7 +40,7 @@ class TrainedStep:
 
 
 def train_step(run: Run) -> TrainedStep:
-    """Trains on the next global batch; the progress of the run is left to the caller."""
+    """Trains on the next global batch; the caller updates the progress of the run."""
     started_at = time.monotonic()
     optim, before, length, stopwatch = run.config.optim, run.progress, run.next_length, run.mesh.stopwatch
     rate = learning_rate(optim, before.consumed_samples, before.consumed_tokens)

@@ -1,6 +1,6 @@
 """Early stop conditions: signals, a kill-switch file, a time limit, an interval.
 
-Each rank reaches its own verdict; the loop takes the maximum over all ranks, so that all stop at the same step.
+Each rank has a verdict; the loop takes the maximum over all ranks, so that all stop at the same step.
 
 Source: exit paths and texts of bigscience-workshop/Megatron-DeepSpeed, megatron/training.py; upstream has no signal
 handling.
@@ -23,11 +23,11 @@ from megatron.train.signals import SignalTarget, StopSignals
 
 
 class StopVerdict(IntEnum):
-    """Whether and why to stop after a step; the maximum over all ranks applies.
+    """The decision to stop after a step, by ascending priority; the maximum over all ranks applies.
 
-    Only a signal means that the job should be requeued (exit code 75). The other reasons are the user's requests and
-    give exit code 0, as in upstream; the kill switch ranks highest because it must also end a job that its scheduler
-    would requeue. After a failed save the run ends with that failure, unless another reason gives it a last attempt.
+    Only a signal requests requeuing of the job (exit code 75). The other reasons are user requests with exit code 0, as
+    in upstream; the kill switch has the highest priority, since it must also end a job that its scheduler would
+    requeue. After a failed save the run ends with that failure, unless another reason allows a last attempt.
     """
 
     CONTINUE = 0
@@ -39,19 +39,17 @@ class StopVerdict(IntEnum):
 
     @property
     def exit_code(self) -> ExitCode:
-        """The exit code of a run that stopped for this reason."""
         return ExitCode.REQUEUE if self is StopVerdict.SIGNAL else ExitCode.DONE
 
 
 class StopRules:
-    """One rank's view of when to stop.
+    """The stop conditions as evaluated by one rank.
 
     Args:
         stopping: the user's limits.
-        signals: records signals; without --exit-on-signal it is not installed and stays empty.
-        started_at: `clock()` at program start, from which the time limit counts.
-        watches_file: whether this rank checks for the kill-switch file; one rank is enough, since verdicts are
-            combined.
+        signals: stop signals; not installed without --exit-on-signal.
+        started_at: `clock()` at program start, for the time limit.
+        watches_file: this rank checks for the kill-switch file; one rank is enough, since verdicts are combined.
         clock: a monotonic clock, in seconds.
     """
 
@@ -72,11 +70,10 @@ class StopRules:
 
     @property
     def elapsed_minutes(self) -> float:
-        """Minutes since the program started."""
         return (self._clock() - self._started_at) / 60.0
 
     def verdict(self, step: int) -> StopVerdict:
-        """This rank's verdict after a step; the caller takes the maximum over all ranks."""
+        """This rank's verdict after a step."""
         if self.watches_file and kill_switch_is_on(self.stopping.kill_switch_path):
             return StopVerdict.KILL_SWITCH
         if self.signals.received:
@@ -87,13 +84,11 @@ class StopRules:
         return StopVerdict.INTERVAL if self.is_interval_over(step) else StopVerdict.CONTINUE
 
     def is_interval_over(self, step: int) -> bool:
-        """Whether --exit-interval ends the run after this step; every rank gets the same answer without
-        communication.
-        """
+        """True if --exit-interval ends the run after this step; equal on all ranks without communication."""
         return bool(self.stopping.exit_interval) and step % (self.stopping.exit_interval or 1) == 0
 
     def message(self, verdict: StopVerdict, step: int) -> str:
-        """The log line with the reason for stopping; upstream's text where upstream has one."""
+        """The log line with the reason for stopping; upstream's text if it has one."""
         if verdict is StopVerdict.KILL_SWITCH:
             return kill_switch_message(self.stopping.kill_switch_path)
         if verdict is StopVerdict.DURATION:
@@ -105,50 +100,49 @@ class StopRules:
 
 
 class Stopping:
-    """When a run ends: at the same step on all ranks.
+    """Decides when a run ends, at the same step on all ranks.
 
     Args:
-        rules: this rank's view.
-        mesh: all ranks, which agree.
-        reach: tells whether a step still gets anywhere after a signal.
+        rules: this rank's stop conditions.
+        mesh: all ranks.
+        target: reports whether a step makes progress after a signal.
 
     Attributes:
-        verdict: the verdict of all ranks so far.
-        reason: why the run stopped early; empty while it has not.
-        steps_in_flight: number of steps after which a verdict may take effect only later: one on a GPU, so that the
-            host does not wait for the other ranks, and none on a CPU, where it would not help.
+        verdict: the common verdict so far.
+        reason: the reason why the run stopped early; empty until then.
+        steps_in_flight: number of steps by which a verdict may take effect late: 1 on a GPU, so that the host does not
+            wait for other ranks, and 0 on a CPU.
     """
 
-    def __init__(self, rules: StopRules, mesh: ParallelMesh, reach: SignalTarget | None = None) -> None:
+    def __init__(self, rules: StopRules, mesh: ParallelMesh, target: SignalTarget | None = None) -> None:
         self.verdict = StopVerdict.CONTINUE
         self.reason = ""
         self.steps_in_flight = 1 if mesh.device.type == "cuda" else 0
         self._rules = rules
         self._mesh = mesh
-        self._reach = reach
+        self._target = target
         self._requested = StopVerdict.CONTINUE
         self._pending: deque[PendingMaximum] = deque()
 
     def after_steps(self) -> contextlib.AbstractContextManager[None]:
-        """While the context is open, a signal is left to the loop, which stops after a step."""
-        return self._rules.signals.steps_follow(self._reach)
+        """While the context is open, signals are left to the loop, which stops after a step."""
+        return self._rules.signals.steps_follow(self._target)
 
     def request(self, verdict: StopVerdict) -> None:
-        """Asks on behalf of this rank that the run stop, for a reason that others may not know yet."""
+        """Requests a stop on behalf of this rank."""
         self._requested = max(self._requested, verdict)
 
     def decide(self, step: int, *, is_last: bool = False) -> StopVerdict:
-        """The verdict, common to all ranks, on whether the run ends after this step.
+        """The common verdict of all ranks after this step.
 
-        It takes effect at the same step on all ranks, at most `steps_in_flight` steps after a rank reached it;
-        --exit-interval, which every rank evaluates identically, takes effect at once.
+        It takes effect at the same step on all ranks, at most `steps_in_flight` steps late; --exit-interval takes
+        effect immediately.
 
         Args:
-            is_last: whether it is the last step; if --exit-interval names that, the run is finished all the same,
-                evaluations included.
+            is_last: it is the last step, after which the run finishes normally even if --exit-interval matches.
         """
-        own = max(self._rules.verdict(step), self._requested)
-        self._pending.append(PendingMaximum(int(own), self._mesh.control))
+        local = max(self._rules.verdict(step), self._requested)
+        self._pending.append(PendingMaximum(int(local), self._mesh.control))
         keep = 0 if self._rules.is_interval_over(step) else self.steps_in_flight
         self.verdict = StopVerdict.CONTINUE
         while len(self._pending) > keep:
@@ -160,17 +154,17 @@ class Stopping:
         return self.verdict
 
     def explain(self, step: int) -> str:
-        """The log line with the reason for stopping after this step."""
+        """Returns and stores the log line with the reason for stopping after this step."""
         self.reason = self._rules.message(self.verdict, step)
         return self.reason
 
     def close(self) -> None:
-        """Forgets verdicts that are pending, before the groups of the ranks are closed."""
+        """Drops pending verdicts, before the process groups are closed."""
         self._pending.clear()
 
 
 def kill_switch_is_on(path: str | None) -> bool:
-    """Whether the kill-switch file exists; also checked before start-up."""
+    """True if the kill-switch file exists; also checked before start-up."""
     return path is not None and Path(path).exists()
 
 

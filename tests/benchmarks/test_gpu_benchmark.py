@@ -26,6 +26,7 @@ from megatron.errors import ConfigError
 TINY_PARTS = ("build", "ops", "ring", "345m-fp16", "experts", "fp8", "zero", "sanitizer")
 
 
+@pytest.mark.full
 def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
     monkeypatch.setenv("PATH", "")  # without compute-sanitizer and nvcc, wherever this runs
@@ -49,6 +50,7 @@ def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "### experts" in text and "targets met." in text
 
 
+@pytest.mark.full
 def test_contenders_are_processes_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
     PARTS["llama1b-4096"].run(Context("llama1b-4096", tmp_path, torch.device("cpu"), TINY, seconds=200))
@@ -110,7 +112,7 @@ def test_parts_follow_each_other_until_the_time_is_up(tmp_path: Path) -> None:
     assert "exit status 7; see 124m.log" in [record.get("text") for record in records]
     assert records[-1]["text"] == "time was up; go on with --parts sanitizer,zero"
     assert program.chosen_parts("zero, ops") == ["ops", "zero"] and program.chosen_parts("all") == list(PARTS)
-    with pytest.raises(ConfigError, match="there is no part warp, bends. Use build, ready, 124m"):
+    with pytest.raises(ConfigError, match="unknown part warp, bends. Use build, ready, 124m"):
         program.chosen_parts("warp,ops,bends")
 
 

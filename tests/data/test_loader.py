@@ -294,7 +294,7 @@ def test_an_error_in_the_thread_is_raised_when_the_batch_is_requested(ahead):
 
 def test_a_blend_that_requests_too_many_samples_is_rejected(dataset):
     count = len(dataset) + 1
-    with pytest.raises(DataError, match=f"takes {count} samples of .*corpus, which has {count - 1} planned"):
+    with pytest.raises(DataError, match=f"needs {count} samples of .*corpus, which has {count - 1} planned"):
         BlendedDataset([dataset], np.zeros(count, np.uint8), np.arange(count), [0], [0])
 
 

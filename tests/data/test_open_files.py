@@ -52,7 +52,7 @@ def test_too_many_open_files_are_called_that(what, tmp_path, capsys):
             while True:
                 held.append(open(os.devnull))
         with pytest.raises(
-            TooManyFilesError, match=r"Too many open files. This process may have \d+ files open. Raise"
+            TooManyFilesError, match=r"Too many open files. The limit for this process is \d+ open files. Raise"
         ):
             if what == "the pair":
                 IndexedDataset(tmp_path / "part")

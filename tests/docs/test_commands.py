@@ -72,7 +72,7 @@ def check(command: list[str]) -> None:
             parse(rest if "--config" not in rest else with_a_model_file(rest))
             return
         if word == "train_on_text.py":
-            flags, others = read_program(OwnTextFlags, rest, word, "", unnamed="--text")
+            flags, others = read_program(OwnTextFlags, rest, word, "", positional="--text")
             preset = ["--model-preset", flags.model_preset or "laptop"]
             parse([*preset, *flags.trainer_arguments(), *others], program=flags.program)
             return

@@ -221,7 +221,7 @@ def test_operations(tmp_path: Path) -> None:
     _, errors = run_commands(tmp_path, "\n".join(blocks("operations.md")))
     kept = {path.name for path in (tmp_path / "backup" / "guide").glob("iter_*")}
     assert {"iter_0000006", "iter_0000009", "iter_0000012"} <= kept and "iter_0000003" not in kept
-    assert "continuing from the copy" in errors
+    assert "resuming from the copy" in errors
     assert (tmp_path / "checkpoints" / "guide" / "iter_0000015").is_dir()
 
 

@@ -36,7 +36,7 @@ STEPS = 5
 
 REFUSALS = {
     "": "",
-    "--attention-dropout 0.1": "fused attention draws its dropout from a generator",
+    "--attention-dropout 0.1": "fused attention seeds a generator for dropout",
     "--attention-dropout 0.1 --no-fused-attention": "",
     "--zero-stage 3": "ZeRO stage 3 fetches the weights of a layer by hooks",
     "--fp16": "",
@@ -44,8 +44,8 @@ REFUSALS = {
     "--num-experts 4 --moe-expert-capacity-factor 1.25": "",
     "--kd --load-teacher teacher": "the teacher of a distillation runs between forward and loss",
     "--reset-attention-mask": "attention with documents",
-    "--attention-window 4": "only torch's variable-length attention has windows",
-    "--attention-window 4 --kv-channels 8": "only torch's variable-length attention has windows",
+    "--attention-window 4": "only torch's variable-length attention supports windows",
+    "--attention-window 4 --kv-channels 8": "only torch's variable-length attention supports windows",
     "--attention-window 4 --kv-channels 8 --bf16": "",
     "--position-embedding-type alibi": "attention with documents",
     "--compile": "programs of --compile have not been captured yet",
@@ -60,7 +60,7 @@ LAYOUT_REFUSALS = {
     "--num-experts 4 --moe-expert-capacity-factor 1 --expert-model-parallel-size 2 --distributed-backend gloo": (
         "messages of gloo inside the blocks cannot be"
     ),
-    "--context-parallel-size 2": "keys and values travel in a ring",
+    "--context-parallel-size 2": "ring attention exchanges keys and values",
     "--context-parallel-size 2 --cp-comm-type a2a": "",
     "--ds-sequence-parallel-size 2": "",
     "--ds-sequence-parallel-size 2 --distributed-backend gloo": "messages of gloo inside the blocks cannot be",
@@ -91,7 +91,7 @@ def test_what_stands_in_the_way_between_ranks(flags: str) -> None:
 def test_windows_without_variable_length_attention_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: False)
     reason = refusal("--attention-window 4 --kv-channels 8 --bf16", 1)
-    assert reason.startswith("only torch's variable-length attention has windows") and "torch 2.10" in reason
+    assert reason.startswith("only torch's variable-length attention supports windows") and "torch 2.10" in reason
 
 
 def test_the_device_and_hooks_stand_in_the_way() -> None:
@@ -269,7 +269,7 @@ def test_a_graph_computes_what_its_inputs_say_at_the_same_addresses() -> None:
         slope, shift = outcome.gradients
         assert slope is not None and shift is not None and line.slope.grad is None
         assert slope.tolist() == [4.0 * number] * 2 and float(shift) == 2.0
-        graphs.give(outcome, adds_up=False)
+        graphs.set_gradients(outcome, accumulates=False)
         assert line.slope.grad is slope
         line.zero_grad(set_to_none=True)
         if number >= WARM_UP_MICRO_BATCHES:
@@ -308,7 +308,7 @@ def test_gradients_that_add_up_do_not_lie_where_the_graph_writes() -> None:
     for value in (1.0, 2.0, 4.0):
         outcome = graphs.run(numbers(1, value, shifted=False), None)
         assert outcome.gradients[1] is None
-        graphs.give(outcome, adds_up=True)
+        graphs.set_gradients(outcome, accumulates=True)
     assert line.slope.grad is not None and line.slope.grad.tolist() == [7.0, 7.0] and line.shift.grad is None
 
 

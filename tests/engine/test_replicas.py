@@ -229,4 +229,4 @@ def test_offloaded_copies_are_sent_from_the_device_of_the_messages(monkeypatch: 
 
     monkeypatch.setattr("megatron.engine.replicas.broadcast", broadcast)
     found = _difference_to_first(torch.tensor([0.0, 2.0, 0.0]), Axis.single("tp", 0), torch.device("meta"))
-    assert sent == ["meta"] and found is not None and (found.elements, found.place) == (1, 1)
+    assert sent == ["meta"] and found is not None and (found.elements, found.first) == (1, 1)

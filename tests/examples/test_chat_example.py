@@ -45,12 +45,12 @@ def test_every_command_is_one_that_the_programs_take(tmp_path: Path) -> None:
         (words,) = found.pop(program)
         parse_flags(cls, words, prog=program)
     (words,) = found.pop("tools/evaluate.py")
-    assert [task.title for task in read_tasks(EXAMPLES.parent / parse_over(EvaluateFlags, words, "e").own.tasks)] == [
+    assert [task.title for task in read_tasks(EXAMPLES.parent / parse_over(EvaluateFlags, words, "e").flags.tasks)] == [
         "training questions",
         "other words",
     ]
     (words,) = found.pop("tools/chat.py")
-    assert parse_over(ChatFlags, words, "chat.py").own.greedy
+    assert parse_over(ChatFlags, words, "chat.py").flags.greedy
     pretraining, tuning = (parse(words) for words in found.pop("pretrain_gpt.py"))
     assert set(found) == {"-"}
     assert pretraining.model == tuning.model and not pretraining.loading.finetune

@@ -41,7 +41,7 @@ def test_a_small_demonstration(
     said, errors = capfd.readouterr()
     assert code == 0, said[-4000:] + errors[-4000:]
     assert "sent SIGKILL to the launcher" in said
-    assert "all 4 ranks are gone; the last logged step is" in said
+    assert "all 4 ranks have exited; the last logged step is" in said
     assert "EQUAL: all" in said
     (run,) = tmp_path.glob("run-*")
     assert f"Everything is in {run}" in said
@@ -96,7 +96,7 @@ def test_the_two_runs_differ_only_in_layout_and_run_directory(tmp_path: Path) ->
 def test_gpus_are_used_as_far_as_they_go(kind: str, gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("choose_accelerator", None), ("device_type", kind), ("device_count", gpus)):
         monkeypatch.setattr(device, name, lambda value=value: value)
-    assert kill_and_resume.place() == (kind, ranks)
+    assert kill_and_resume.hardware() == (kind, ranks)
 
 
 def test_a_sentence_that_is_cut_is_left_out() -> None:

@@ -68,4 +68,4 @@ def test_one_line_trains_and_the_same_line_goes_on(tmp_path: Path) -> None:
     (tmp_path / "my.text.txt").write_text(text[: len(text) // 2])
     changed = run(tmp_path, "my.text.txt", "--train-iters", "4", "--vocab-size", "600")
     assert changed.returncode == 64
-    assert "--text my.text.txt has changed since it was prepared in my-training" in changed.stderr
+    assert "--text my.text.txt changed since it was prepared in my-training" in changed.stderr

@@ -22,7 +22,7 @@ from megatron.files.plain import (
 @pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder", "loop", "missing"])
 def test_what_is_no_plain_file_is_refused_in_true_words(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
-    words = f"it is a {kind}, and no plain file"
+    words = f"it is a {kind}, not a regular file"
     with socket.socket(socket.AF_UNIX) as bound:
         if kind == "pipe":
             os.mkfifo(path)
@@ -47,11 +47,11 @@ def test_a_file_is_read_up_to_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"one\r\ntwo\n")
     assert read_plain(path) == b"one\r\ntwo\n" and read_plain_text(path, 9) == "one\ntwo\n"
-    with pytest.raises(OSError, match="it holds 9 bytes; such a file may hold 8"):
+    with pytest.raises(OSError, match="it has 9 bytes; at most 8 are allowed"):
         read_plain(path, 8)
     with path.open("r+b") as file:
         file.truncate(5 << 30)
-    with pytest.raises(OSError, match=r"it holds 5,368,709,120 bytes"):
+    with pytest.raises(OSError, match=r"it has 5,368,709,120 bytes"):
         read_plain(path)
 
 
@@ -67,7 +67,7 @@ def test_the_output_of_a_command_is_a_stream_and_no_plain_file() -> None:
 def test_an_endless_pipe_ends_at_the_bound() -> None:
     with subprocess.Popen(["cat", "/dev/zero"], stdout=subprocess.PIPE) as command:
         assert command.stdout is not None
-        with pytest.raises(OSError, match="it holds 1,001 bytes; such a file may hold 1,000"):
+        with pytest.raises(OSError, match="it has 1,001 bytes; at most 1,000 are allowed"):
             read_plain(f"/dev/fd/{command.stdout.fileno()}", 1000, with_pipes=True)
         command.kill()
 
@@ -76,10 +76,10 @@ def test_json_is_bounded_and_its_errors_are_of_one_type(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(b'{"a": [1, 2]}')
     assert read_plain_json(path) == {"a": [1, 2]} == parse_json('{"a": [1, 2]}')
-    with pytest.raises(OSError, match="it holds 13 bytes; such a file may hold 12"):
+    with pytest.raises(OSError, match="it has 13 bytes; at most 12 are allowed"):
         read_plain_json(path, 12)
     for text in (path.read_bytes(), path.read_text()):
-        with pytest.raises(ValueError, match="it holds about 3 values; such a file may hold 2"):
+        with pytest.raises(ValueError, match="it has about 3 values; at most 2 are allowed"):
             parse_json(text, 2)
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 100_000)
@@ -89,7 +89,7 @@ def test_json_is_bounded_and_its_errors_are_of_one_type(tmp_path: Path) -> None:
 
 def test_a_file_whose_size_is_not_known_is_read_to_its_end() -> None:
     assert b"MemTotal" in read_plain("/proc/meminfo")
-    with pytest.raises(OSError, match="it holds 101 bytes; such a file may hold 100"):
+    with pytest.raises(OSError, match="it has 101 bytes; at most 100 are allowed"):
         read_plain("/proc/meminfo", 100)
 
 

@@ -45,7 +45,7 @@ def test_a_pipe_is_called_one(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "data.idx"
     os.mkfifo(path)
     path.with_suffix(".bin").touch()
-    with pytest.raises(MegatronError, match=r"data\.idx.*it is a pipe, and no plain file") as failure:
+    with pytest.raises(MegatronError, match=r"data\.idx.*it is a pipe, not a regular file") as failure:
         READERS[reader](path)
     assert "does not exist" not in str(failure.value)
 

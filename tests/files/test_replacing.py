@@ -25,7 +25,7 @@ from megatron.files.replacing import (
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_free_space_is_named_if_it_is_the_cause(tmp_path: Path, number: int) -> None:
     text = str(storage_error(tmp_path / "x", OSError(number, os.strerror(number))))
-    assert "bytes are free there). Free some space" in text
+    assert "bytes are free). Free some space" in text
 
 
 @pytest.mark.parametrize("number", [errno.EISDIR, errno.EACCES, errno.EROFS, errno.ENOTDIR])
@@ -42,12 +42,12 @@ def test_a_writable_path_is_left_unchanged(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_path(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"Cannot write .*: Is a directory\. Give the path of a file\."):
+    with pytest.raises(StorageError, match=r"Cannot write .*: Is a directory\. Use the path of a file\."):
         check_writable(tmp_path)
     with pytest.raises(StorageError, match="Is a directory"):
         write_atomically(tmp_path, lambda stream: None)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"Cannot write .*file/x: Not a directory\. Choose a folder"):
+    with pytest.raises(StorageError, match=r"Cannot write .*file/x: Not a directory\. Use a writable folder"):
         check_writable(tmp_path / "file" / "x")
 
 

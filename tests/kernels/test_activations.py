@@ -110,27 +110,6 @@ def _run(
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("function", [activation, gated])
-def test_the_compiled_activation_is_as_exact_as_torch(
-    compiled: Library, function: Callable[..., torch.Tensor], name: str
-) -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for rows, columns, has_bias in ((1, 1, True), (70, 33, True), (7, 3, False), (3, 1501, True), (8, 64, False)):
-            x, bias, gradient = _case(dtype, function is gated, rows, columns)
-            chosen = bias if has_bias else None
-            wide = bias.double() if has_bias else None
-            exact = _run(function, name, TORCH, x.double(), wide, gradient.double())
-            expected = _run(function, name, TORCH, x, chosen, gradient)
-            found = _run(function, name, CSRC, x, chosen, gradient)
-            for reference, one, other in zip(exact, expected, found, strict=True):
-                assert other.dtype == dtype and other.shape == reference.shape
-                # A gradient near a function's minimum is a difference of terms of the size of the incoming one.
-                size = torch.maximum(reference.abs().max(), gradient.double().abs().max())
-                allowed = 1.1 * (one.double() - reference).abs().max() + torch.finfo(dtype).eps * size
-                assert (other.double() - reference).abs().max() <= allowed
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
 def test_far_from_zero_and_gradients_of_float64(compiled: Library, name: str) -> None:
     far = torch.tensor([1e4, 1e30, 300.0, 40.0, 0.0, -5.0, -12.0, -40.0, -300.0, -1e4, -1e30, math.nan, math.inf])
     pair = torch.stack((far, torch.ones_like(far)))
@@ -148,19 +127,8 @@ def test_far_from_zero_and_gradients_of_float64(compiled: Library, name: str) ->
     assert torch.autograd.gradcheck(lambda one, other: activation(one, name, bias=other, implementation=CSRC), flat)
 
 
-def test_views_threads_and_mixed_dtypes(compiled: Library) -> None:
+def test_mixed_dtypes_and_empty_tensors(compiled: Library) -> None:
     large, bias, gradient = _case(torch.float32, True, 300, 130)
-    expected = _run(gated, "silu", CSRC, large, bias, gradient)
-    transposed = large.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    offset = torch.empty(large.numel() + 1)[1:].view_as(large).copy_(large)
-    before = torch.get_num_threads()
-    try:
-        for x, threads in ((transposed, 1), (offset, 2)):
-            torch.set_num_threads(threads)
-            found = _run(gated, "silu", CSRC, x, bias, gradient.T.contiguous().T)
-            assert all(map(torch.equal, found, expected))
-    finally:
-        torch.set_num_threads(before)
     with torch.autocast("cpu", torch.bfloat16):
         mixed = _run(activation, "gelu", CSRC, large[:, 0].bfloat16(), bias[:130], gradient.bfloat16())
     assert [part.dtype for part in mixed] == [torch.bfloat16, torch.bfloat16, torch.float32]

@@ -1,4 +1,4 @@
-"""Transformer blocks under torch.compile: inductor's programs and the operations of `csrc/ops` beside eager blocks."""
+"""Transformer blocks under torch.compile: inductor's programs and the operations of `csrc/ops` against eager blocks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def results(built: list[TransformerBlock]) -> list[torch.Tensor]:
 
 
 def programs() -> int:
-    """How many programs torch.compile has made since the counters were cleared."""
+    """The number of compiled programs since the counters were cleared."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 

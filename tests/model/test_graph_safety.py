@@ -1,4 +1,4 @@
-"""What a CUDA graph of a micro-batch needs of forward, loss and backward: that nothing depends on values but values.
+"""Capture of a micro-batch in a CUDA graph: operations, sizes and memory must not depend on values.
 
 Two micro-batches of other values in the same static inputs must run the same operations, on results of the same sizes,
 with the same memory from outside.
@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
         return results
 
     def count(self, name: str) -> int:
-        """How often an operation ran."""
+        """The number of runs of an operation."""
         return sum(operation[0] == name for operation in self.operations)
 
 

@@ -1,4 +1,4 @@
-"""Which network a configuration describes."""
+"""The network of a configuration."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
         file.evaluation(Progress(7, 56, 896), "valid", 2.0)
         file.evaluation(Progress(7, 56, 896), "test", None)
         file.task(Progress(7, 56, 896), Measured())
-        file.passed(Progress(7, 64, 1024), {"step": 8, "first_sample": 56, "last_sample": 63}, 2)
+        file.skipped_batch(Progress(7, 64, 1024), {"step": 8, "first_sample": 56, "last_sample": 63}, 2)
         file.failed_save(Progress(7, 64, 1024), 6, "no room at mongodb://me:hunter2@host/db", 1)
     start, step, evaluation, empty, task, passed, failed = read_records(path)
     assert (empty["group"], empty["lm_loss"], empty["perplexity"]) == ("test", None, None)

@@ -49,7 +49,7 @@ class Recorder:
     def task(self, progress: Progress, task: TaskOutcome) -> None:
         self.told.append(("task", progress.step, task))
 
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self.told.append(("passed", progress.consumed_samples, dict(batch), number))
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
@@ -128,8 +128,8 @@ def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.Cap
     recorder = Recorder()
     report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
     batch = {"step": 3, "first_sample": 16, "last_sample": 23}
-    report.passed(Progress(2, 24), batch, 1)
-    assert "passed over the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
+    report.skipped_batch(Progress(2, 24), batch, 1)
+    assert "skipped the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
     assert recorder.told == [("passed", 24, batch, 1)]
 
 
@@ -156,7 +156,9 @@ def test_every_destination_is_notified_and_closed_even_if_one_fails(capsys: pyte
     report.step(progress_at(1), Outcome(loss=1.0), 0.1, 0.5)
     report.close()
     assert [call[0] for call in recorder.told] == ["step", "interval", "close"]
-    assert capsys.readouterr().err.splitlines()[-1] == "warning: the failing one lacks records of steps 1 to 1 (3)."
+    assert (
+        capsys.readouterr().err.splitlines()[-1] == "warning: the failing one: records of steps 1 to 1 are missing (3)."
+    )
 
 
 def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_missing_tensorboard_is_named_and_the_metrics_file_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path} needs .*pip install tensorboard"):
+    with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path} requires .*pip install tensorboard"):
         open_destinations(report_config(tensorboard_dir=str(tmp_path)), WORKLOAD, RunDirectory(tmp_path))
     open_destinations(report_config(), WORKLOAD, RunDirectory(tmp_path))[0].close()
 
@@ -201,13 +203,13 @@ def test_a_missing_package_is_named_before_anything_is_built(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
     monkeypatch.delitem(sys.modules, package, raising=False)
     check_packages(report_config())
-    with pytest.raises(ConfigError, match=f"needs the package {package}, which is not installed.*install {package}"):
+    with pytest.raises(ConfigError, match=f"requires the package {package}, which is not installed.*install {package}"):
         check_packages(configs[package])
 
 
 def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="--wandb-project toys needs .*pip install wandb"):
+    with pytest.raises(ConfigError, match="--wandb-project toys requires .*pip install wandb"):
         open_destinations(report_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
 
 

@@ -65,7 +65,7 @@ def test_a_new_run_gets_its_own_folder(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_given_folder_is_not_shared_by_accident(tmp_path: Path) -> None:
     folder = str(tmp_path / "a" / "run")
     open_run_directory(folder, {"start": 1})
-    with pytest.raises(ConfigError, match=r"--run-dir .*a/run already holds a run.*--load"):
+    with pytest.raises(ConfigError, match=r"--run-dir .*a/run already contains a run.*--load"):
         open_run_directory(folder, {"start": 2})
     for start in (2, 3):
         open_run_directory(folder, {"start": start}, is_resume=True)

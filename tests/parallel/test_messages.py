@@ -103,7 +103,7 @@ def is_seen_to_wait(begin: Callable[[Axis], Callable[[], object]], axis: Axis, w
 
     def look() -> None:
         time.sleep(0.05)  # until the main thread is where it waits
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not any(seen) and time.monotonic() < deadline:
             seen.append(read_stacks(1000)[1])
             time.sleep(0.01)

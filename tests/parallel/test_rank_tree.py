@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,6 +28,9 @@ def test_every_rank_has_one_parent_and_few_connections() -> None:
     assert hops == 5
 
 
+LIMIT_SECONDS = 60.0  # 80 threads on a machine with other work
+
+
 def on_all(trees: list[RankTree], call: Callable[[int, RankTree], Any]) -> list[Any]:
     """What each rank gets or raises, in a thread each."""
     results: list[Any] = [None] * len(trees)
@@ -43,20 +45,23 @@ def on_all(trees: list[RankTree], call: Callable[[int, RankTree], Any]) -> list[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(4 * LIMIT_SECONDS)
     return results
 
 
 @pytest.fixture
-def trees(monkeypatch: pytest.MonkeyPatch) -> list[RankTree]:
+def trees(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[RankTree]:
+    """Connected trees of 80 ranks in this process; the parameter is their limit in seconds."""
+    limit_seconds = getattr(request, "param", 3.0)
     monkeypatch.setattr(socket.socket, "setsockopt", lambda *_: None)  # pairs are no TCP connections
     above: dict[int, socket.socket] = {}
     below: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(80)}
     for rank in range(1, 80):
         above[rank], below[parent_of(rank)][rank] = socket.socketpair()
-    return [RankTree(rank, 80, above.get(rank), below[rank], 3.0) for rank in range(80)]
+    return [RankTree(rank, 80, above.get(rank), below[rank], limit_seconds) for rank in range(80)]
 
 
+@pytest.mark.parametrize("trees", [LIMIT_SECONDS], indirect=True)
 def test_all_ranks_get_the_same(trees: list[RankTree]) -> None:
     def calls(rank: int, tree: RankTree) -> list[Any]:
         pending = [tree.start_maximum(np.array([rank * (-1) ** turn])) for turn in range(4)]
@@ -78,7 +83,7 @@ def test_all_ranks_get_the_same(trees: list[RankTree]) -> None:
 
 
 def test_the_first_host_may_know_its_own_name_as_a_loopback_address() -> None:
-    store, limit = dist.HashStore(), timedelta(seconds=20)
+    store, limit = dist.HashStore(), timedelta(seconds=LIMIT_SECONDS)
     opened: list[list[RankTree]] = [
         [] for _ in range(10)
     ]  # rank 9 is connected to rank 1, which gives the name as well
@@ -90,26 +95,26 @@ def test_the_first_host_may_know_its_own_name_as_a_loopback_address() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(4 * LIMIT_SECONDS)
     trees = [tree for (tree,) in opened]
     try:
         totals = on_all(trees, lambda rank, tree: tree.total(np.array(rank)).item())
         assert totals == [45] * 10
-        assert store.get("place1").startswith(b"127.0.1.1 ")
+        assert store.get("address1").startswith(b"127.0.1.1 ")
     finally:
         for tree in trees:
             tree.close()
 
 
+@pytest.mark.parametrize("trees", [LIMIT_SECONDS], indirect=True)
 def test_the_loss_of_a_rank_spreads_to_all(trees: list[RankTree]) -> None:
     def lose(rank: int, tree: RankTree) -> Any:
         if rank == 70:
             return tree.close()
         return tree.maximum(np.array(rank))
 
-    began_at = time.monotonic()
     results = on_all(trees, lose)
-    assert time.monotonic() - began_at < 2.5
+    assert not any("Timed out" in str(failure) for failure in results)
     assert all(is_lost_peer(failure) for rank, failure in enumerate(results) if rank != 70)
     assert "Connection closed by peer: rank 70" in str(results[parent_of(70)])
 

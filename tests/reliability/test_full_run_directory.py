@@ -96,13 +96,13 @@ def test_training_goes_on_whenever_the_disk_fills_up(tmp_path: Path, corpus: Tin
         folder = tmp_path / f"at{place}"
         assert [found.step for found in find(folder / "checkpoints")] == [STEPS]
         last_lines = run.said.splitlines()[-4:]
-        assert "project toys lacks records of steps 4 to 6 (Broken pipe)." in "".join(last_lines)
+        assert "project toys: records of steps 4 to 6 are missing (Broken pipe)." in "".join(last_lines)
         assert any(" lacks " in line and "(No space left on device)" in line for line in last_lines), run.said
         missing = sorted(set(range(1, STEPS + 1)) - set(read_steps(folder / "recorded" / "run")))
         if missing:
             # The record that did not fit may be the evaluation after the step before, or the start's.
             first = f"({min(missing)}|{min(missing) - 1}|0)"
-            text = f"metrics.jsonl lacks records of steps {first} to {STEPS} .No space left on device"
+            text = f"metrics.jsonl: records of steps {first} to {STEPS} .No space left on device"
             assert re.search(text, "".join(last_lines)), (missing, last_lines)
     place = min(went_on)
     (resumed,) = run_ranks(train_on, 1, [(flags_of(corpus, tmp_path / f"at{place}", train_iters=10), "/none", None)])[0]

@@ -89,7 +89,7 @@ def test_a_batch_of_nan_is_passed_over_after_three_ends(corpus: TinyCorpus, tmp_
     ((code, text),) = run_ranks(train_poisoned, 1, flags, None)
     assert code == ExitCode.HUMAN
     assert text.count("ended at iteration 5, exit code 77: iteration 5: loss nan") == 3
-    assert "--resume-skip-poisoned passes over the batch of iteration 5" in text
+    assert "--resume-skip-poisoned skips the batch of iteration 5" in text
     with pytest.raises(RankFailure, match="ended without a word"):
         run_ranks(train_poisoned, 1, [*flags, "--resume-skip-poisoned"], 2)
     ((code, text),) = run_ranks(train_poisoned, 1, flags, None)  # the flag is not needed again

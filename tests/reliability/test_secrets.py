@@ -164,15 +164,15 @@ def test_no_artefact_of_a_run_or_a_tool_holds_a_password(corpus: TinyCorpus, tmp
     written = [path for path in tmp_path.rglob("*") if path.is_file() and shown.encode() in path.read_bytes()]
     names = {path.name for path in written} | {path.parent.name for path in written}
     assert {"config.json", "log.txt", "stderr", "wandb.jsonl", "arguments", "tensorboard"} <= names, names
-    assert "in place of its password: it was read from a record of a run" in output
-    assert "cannot be given to Beam: its password would be part of the job" in output
+    assert "instead of a password: it comes from a record of a run" in output
+    assert "cannot be passed to Beam: its password would be part of the job" in output
 
 
 @pytest.mark.parametrize(
     ("place", "said"),
     [
         ("me:{password}@127.0.0.1:9/corpus?serverSelectionTimeoutMS=50&proxyPassword={option}", "cannot be reached"),
-        ("me:s3same@pass@localhost/corpus", "holds a character that must be percent-encoded. Write %40 for @"),
+        ("me:s3same@pass@localhost/corpus", "contains a character that must be percent-encoded. Use %40 for @"),
         ("me:{password}@localhost:s3same/corpus", "[Pp]ort"),
         ("me:{password}@localhost?tlsCertificateKeyFilePassword={option}", "names no database"),
         ("me:s3same", "names no database"),

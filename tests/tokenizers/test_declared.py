@@ -68,9 +68,9 @@ def test_a_declared_token_makes_another_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({CONFIG: {"added_tokens_decoder": {"5": 3}}}, "tokenizer.json: a token that is declared beside it cannot"),
+        ({CONFIG: {"added_tokens_decoder": {"5": 3}}}, "tokenizer.json: a token declared next to it cannot"),
         ({CONFIG: {"added_tokens_decoder": {"five": {"content": "a"}}}}, "invalid literal for int.*'five'"),
-        ({CONFIG: {"additional_special_tokens": [["a"]]}}, "a token that is declared beside it cannot be read"),
+        ({CONFIG: {"additional_special_tokens": [["a"]]}}, "a token declared next to it cannot be read"),
         ({ADDED: ["a"]}, "added_tokens.json holds no JSON object"),
     ],
 )
@@ -85,7 +85,7 @@ def test_dropout_of_merges_is_switched_off(tmp_path: Path, capsys: pytest.Captur
     described["model"]["dropout"] = 0.5
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
     assert loaded(tmp_path).encode(CHATML * 20) == plain
-    assert "its BPE-dropout of 0.5 is switched off" in capsys.readouterr().err
+    assert "BPE-dropout of 0.5 is disabled" in capsys.readouterr().err
     (tmp_path / CONFIG).write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}))
     loaded(tmp_path)
     assert capsys.readouterr().err.count("BPE-dropout") == 1

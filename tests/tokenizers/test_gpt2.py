@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import DataError
-from megatron.tokenizers.encoders.fast_encoder import hard_texts
+from megatron.tokenizers.encoders.fast_encoder import edge_cases
 from megatron.tokenizers.tokenizer import GPT2_END_OF_DOCUMENT, TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
 from tests.tokenizers.references import reference_of
@@ -35,7 +35,7 @@ def check_equal(choice: TokenizerChoice, texts: list[str]) -> None:
 def test_small_vocabulary_gives_the_reference_ids(tmp_path: Path) -> None:
     choice = write_vocabulary(tmp_path)
     assert build_tokenizer(choice).library == "gigatoken"
-    check_equal(choice, hard_documents(600) + hard_texts([GPT2_END_OF_DOCUMENT]))
+    check_equal(choice, hard_documents(600) + edge_cases([GPT2_END_OF_DOCUMENT]))
 
 
 @needs_gpt2

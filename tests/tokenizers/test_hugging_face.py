@@ -64,7 +64,7 @@ def test_damaged_hugging_face_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_folder(tmp_path, eos=None)
     (tmp_path / "tokenizer_config.json").unlink()
     monkeypatch.setattr("megatron.tokenizers.hugging_face._END_OF_DOCUMENT_GUESSES", ())
-    with pytest.raises(ConfigError, match="names no end-of-document token"):
+    with pytest.raises(ConfigError, match="has no end-of-document token"):
         _ = build_tokenizer(choice).eod_id
     (tmp_path / "tokenizer.json").unlink()
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -81,7 +81,7 @@ def test_a_folder_that_transformers_cannot_convert(tmp_path: Path, monkeypatch: 
             raise OSError(f"nothing in {source}")
 
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=Fails))
-    with pytest.raises(ConfigError, match=r"transformers could not convert what is there \(OSError: nothing in"):
+    with pytest.raises(ConfigError, match=r"transformers could not convert its files \(OSError: nothing in"):
         build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(tmp_path)))
 
 
@@ -93,7 +93,7 @@ def test_an_unreachable_hub_name_is_a_one_sentence_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(hub, "hf_hub_download", unreachable)
     with pytest.raises(
-        ConfigError, match=r"--tokenizer-name-or-path some/name: .*no route to host.*give a local folder"
+        ConfigError, match=r"--tokenizer-name-or-path some/name: .*no route to host.*use a local folder"
     ):
         build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path="some/name"))
 

@@ -10,7 +10,7 @@ import tokenizers
 
 from megatron.errors import DataError
 from megatron.tokenizers.library import RustReference, _bytes_of
-from megatron.tokenizers.tokenizer import build_tokenizer, surround
+from megatron.tokenizers.tokenizer import add_special_tokens, build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 
@@ -36,7 +36,7 @@ def test_the_bytes_of_single_bytes_and_of_what_is_not_known() -> None:
 def test_a_pattern_that_takes_too_many_attempts_ends_in_a_sentence() -> None:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
-    with pytest.raises(DataError, match="gives a text up: .*retry-limit-in-match over. Check the patterns"):
+    with pytest.raises(DataError, match="fails on a text: .*retry-limit-in-match over. Check the patterns"):
         RustReference(tokenizer).encode_flat(["a" * 2000 + "b"])
 
 
@@ -44,7 +44,7 @@ def test_a_pattern_that_takes_too_many_attempts_ends_in_a_sentence() -> None:
 def test_surround_puts_ids_around_every_row(long_rows: bool) -> None:
     lengths = np.array([700, 900] if long_rows else [2, 0, 3], dtype=np.int64)
     ids = np.arange(int(lengths.sum()), dtype=np.uint16)
-    result, longer = surround(ids, lengths, [7, 8], [9])
+    result, longer = add_special_tokens(ids, lengths, [7, 8], [9])
     rows = np.split(ids, np.cumsum(lengths)[:-1])
     assert result.tolist() == [token for row in rows for token in [7, 8, *row.tolist(), 9]]
     assert longer.tolist() == (lengths + 3).tolist() and result.dtype == np.uint16

@@ -22,7 +22,7 @@ def test_a_missing_package_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for model_type in ("bpe", "wordpiece", "unigram"):
         monkeypatch.setattr(sys, "argv", [*argv, "--model-type", model_type])
-        with pytest.raises(ConfigError, match="needs the tokenizers package: pip install tokenizers"):
+        with pytest.raises(ConfigError, match="requires the tokenizers package: pip install tokenizers"):
             train_tokenizer.main()
     with pytest.raises(ConfigError, match="pip install tokenizers"):
         byte_level_bpe({"a": 0}, [])

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tokenizers.prompts import encode_continuation, encode_document, encode_prompt, inner_ids, start_ids
+from megatron.tokenizers.prompts import (
+    encode_continuation,
+    encode_document,
+    encode_prompt,
+    start_ids,
+    strip_special_tokens,
+)
 from tests.tokenizers.framed import FRAMES, framed_tokenizer
 from tests.trident.evaluate.fakes import EOD, ByteTokenizer
 
@@ -37,7 +43,7 @@ def test_without_a_token_to_begin_with_there_is_no_start() -> None:
     tokenizer = ByteTokenizer(has_eod=False)
     assert start_ids(tokenizer) == [] == encode_prompt(tokenizer, "")
     assert encode_continuation(tokenizer, "", "ab") == ([*b"ab"], 0)
-    assert inner_ids(tokenizer, [*b"ab", EOD]) == [*b"ab", EOD]
+    assert strip_special_tokens(tokenizer, [*b"ab", EOD]) == [*b"ab", EOD]
     assert encode_continuation(BYTES, "", "ab") == ([EOD, *b"ab"], 1)
 
 
@@ -45,6 +51,6 @@ def test_without_a_token_to_begin_with_there_is_no_start() -> None:
 def test_a_document_is_its_text(frame: str, tmp_path: Path) -> None:
     tokenizer = framed_tokenizer(tmp_path, frame)
     inner = encode_document(tokenizer, "a cat")
-    assert inner == inner_ids(tokenizer, [*tokenizer.encode("a cat"), tokenizer.eod_id])
+    assert inner == strip_special_tokens(tokenizer, [*tokenizer.encode("a cat"), tokenizer.eod_id])
     assert tokenizer.decode(inner) == "a cat"
-    assert inner_ids(tokenizer, [tokenizer.eod_id]) == [] == encode_document(tokenizer, "")
+    assert strip_special_tokens(tokenizer, [tokenizer.eod_id]) == [] == encode_document(tokenizer, "")

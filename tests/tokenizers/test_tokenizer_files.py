@@ -33,7 +33,7 @@ def test_a_tokenizer_file_of_another_format_is_recognized(tmp_path: Path, kind: 
     path.write_bytes(gzip.compress(b"{}"))
     with pytest.raises(DataError, match=r"tokenizer\.model.* looks like a gzip file\.") as failure:
         build_tokenizer(choice)
-    assert "Fetch or write the file again" not in str(failure.value)
+    assert "Download or write the file again" not in str(failure.value)
 
 
 def test_a_vocabulary_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

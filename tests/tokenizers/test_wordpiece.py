@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers import wordpiece as module
-from megatron.tokenizers.encoders.fast_encoder import hard_texts
+from megatron.tokenizers.encoders.fast_encoder import edge_cases
 from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.library import RustReference
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
@@ -90,7 +90,7 @@ def test_ids_are_those_of_berts_rules(tmp_path: Path, kind: str) -> None:
         "a" * 200 + " " + "a" * 201,
         "x\u0000y\ufffdz \u00adq",
         *(text for text in hard_documents(300) if len(text) < 1000),
-        *(text for text in hard_texts(())[:30] if len(text) < 1000 and "ς" not in text),
+        *(text for text in edge_cases(())[:30] if len(text) < 1000 and "ς" not in text),
     ]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == bert_ids(text, kind == "BertWordPieceLowerCase"), repr(text[:80])
@@ -106,7 +106,7 @@ def test_known_words_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert left.tolist() == right.tolist() and left.dtype == right.dtype
     assert tokenizer.encode_flat([])[0].tolist() == []
     whole = " \u0301".join(texts)
-    pieces = list(LongText(bytearray(whole.encode())).pieces(60))
+    pieces = list(LongText(bytearray(whole.encode())).chunks(60))
     assert tokenizer.can_cut_before_spaces and len(pieces) > 300
     assert np.concatenate(tokenizer.encode_batch(pieces)).tolist() == tokenizer.encode(whole)
 
@@ -129,7 +129,7 @@ def test_upstreams_tokens_after_the_vocabulary(tmp_path: Path) -> None:
     [
         (["[UNK]", "a", "b", "a"], r"vocab.txt:4 \(--vocab-file\) repeats 'a' of line 2"),
         (["[UNK]", "", "b"], r"vocab.txt:2 \(--vocab-file\) is empty"),
-        (["a", "b"], r"vocab.txt \(--vocab-file\) has no \[UNK\] line among its 2"),
+        (["a", "b"], r"vocab.txt \(--vocab-file\) has no \[UNK\] among its 2 lines"),
     ],
 )
 def test_damaged_vocabularies_are_named(tmp_path: Path, lines: list[str], message: str) -> None:
@@ -138,7 +138,7 @@ def test_damaged_vocabularies_are_named(tmp_path: Path, lines: list[str], messag
 
 
 def test_a_missing_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="BertWordPieceCase needs --vocab-file"):
+    with pytest.raises(ConfigError, match="BertWordPieceCase requires --vocab-file"):
         build_tokenizer(TokenizerChoice("BertWordPieceCase"))
     with pytest.raises(ConfigError, match="--vocab-file .*none.txt is not a file"):
         load(tmp_path / "none.txt", "BertWordPieceCase")

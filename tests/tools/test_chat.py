@@ -54,7 +54,7 @@ def test_commands(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pyt
     said = capfd.readouterr()
     assert "unknown command /help. Use /reset, /system TEXT or /quit; //help sends it as a message." in said.err
     assert "cleared, with a system prompt" in said.err
-    assert "dsgpt2 knows no system messages" in said.err and not said.out  # refused, and the next line goes on
+    assert "dsgpt2 has no system messages" in said.err and not said.out  # refused, and the next line goes on
     talk(checkpoints, monkeypatch, "/system Be kind.", "Hello", flags=("--chat-template", "plain"))
     assert capfd.readouterr().out.count("\n") == 1
 

@@ -196,7 +196,7 @@ def test_a_copy_to_a_store_locks_no_local_folder_and_can_be_repeated(
 def test_a_copy_replaces_and_mixes_nothing(tmp_path: Path) -> None:
     source, target = save_step(tmp_path / "run", 3), tmp_path / "copies"
     there = save_step(target, 3, seed=9)
-    with pytest.raises(CheckpointError, match=f"{there} is another checkpoint of step 3 than the one to be copied"):
+    with pytest.raises(CheckpointError, match=f"{there} is a different checkpoint of step 3"):
         checkpoints.main(["copy", str(source), str(target)])
     save_step(tmp_path / "foreign", 5, run_id=OTHER_RUN)
     with pytest.raises(CheckpointError, match=f"holds checkpoints of run {OTHER_RUN}, but .*0003 is of run {RUN}: "):

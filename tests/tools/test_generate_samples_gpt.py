@@ -135,7 +135,7 @@ def test_only_tokens_of_the_tokenizer_are_generated(tmp_path: Path) -> None:
     assert generate_samples_gpt.main([*flags, "--load-tag", "global_step3"]) == 0
     tokens = [token for line in out.read_text().splitlines() for token in json.loads(line)["tokens"]]
     assert len(tokens) >= 12 and max(tokens) < 2000
-    with pytest.raises(CheckpointError, match="holds no checkpoint of step 2"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 2"):
         generate_samples_gpt.main([*flags, "--ckpt-step", "2"])
 
 

@@ -132,7 +132,7 @@ def test_an_active_kill_switch_prevents_the_start(tmp_path: Path, capsys: pytest
 def test_a_lost_rank_is_one_sentence_that_asks_for_the_same_command() -> None:
     text = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4781. This is typically"
     with (
-        pytest.raises(PeerLostError, match=r"another rank of this run ended .* \(Connection closed by peer \[127"),
+        pytest.raises(PeerLostError, match=r"another rank of this run exited .* \(Connection closed by peer \[127"),
         environment._explain_lost_peers(),
     ):
         raise RuntimeError(text)

@@ -271,7 +271,7 @@ def test_evaluations_without_a_loss_are_an_error() -> None:
 
 def test_a_run_of_empty_steps_ends_unsaved_with_an_error() -> None:
     run = FakeRun(outcome=Outcome(loss=None, token_count=0))
-    with pytest.raises(DataError, match="^nothing was trained: in none of the 3 steps"):
+    with pytest.raises(DataError, match="^nothing was trained: no token counts in the loss in any of the 3 steps"):
         run_to_end(run)
     assert not [event for event in run.events if event[0] == "save"]
     stopped = FakeRun(outcome=Outcome(loss=None, token_count=0))

@@ -49,7 +49,7 @@ class State:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.3)
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.02)
 
 
@@ -75,7 +75,7 @@ def test_before_the_first_step_a_signal_ends_the_process(ends: Ends) -> None:
         os.kill(os.getpid(), signal.SIGUSR1)
         code, text = ends.seen.get(timeout=120)
     assert code == ExitCode.REQUEUE
-    assert text.startswith("ended by SIGUSR1: no step was in progress")
+    assert text.startswith("terminated by SIGUSR1: no step was in progress")
 
 
 def test_in_the_loop_a_signal_is_noted_and_nothing_ends(ends: Ends, quick: None) -> None:
@@ -95,9 +95,9 @@ def test_in_the_loop_a_signal_is_noted_and_nothing_ends(ends: Ends, quick: None)
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        (State(answer=False), "another rank does not answer"),
-        (State(answer=False, saving=True), "another rank does not answer"),
-        (State(stuck=31.0, longest=10.0), "the current step has not moved for 31 s"),
+        (State(answer=False), "another rank does not respond"),
+        (State(answer=False, saving=True), "another rank does not respond"),
+        (State(stuck=31.0, longest=10.0), "the current step has made no progress for 31 s"),
     ],
 )
 def test_a_loop_that_is_stuck_ends_with_the_signal(ends: Ends, quick: None, state: State, reason: str) -> None:
@@ -147,4 +147,4 @@ def test_a_signal_reaches_a_process_whose_main_thread_is_stuck_outside_python() 
     finally:
         process.kill()
     assert process.returncode == ExitCode.REQUEUE, text
-    assert "ended by SIGTERM" in text
+    assert "terminated by SIGTERM" in text

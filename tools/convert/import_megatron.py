@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
     from trident.convert.foreign import MegatronImportRequest, import_checkpoint, open_foreign
-    from trident.convert.megatron_format.torch_files import Choices
+    from trident.convert.megatron_format.torch_files import ImportOptions
 
     choice = TokenizerChoice(flags.tokenizer_type, flags.vocab_file, flags.merge_file, flags.tokenizer_name_or_path)
     tokenizer = build_tokenizer(choice)
-    source = open_foreign(Path(flags.checkpoint), Choices(tokenizer.vocab_size, flags.rotary_is_sound))
+    source = open_foreign(Path(flags.checkpoint), ImportOptions(tokenizer.vocab_size, flags.rotary_is_sound))
     if flags.weights_only:
         source = source.without_moments()
     request = MegatronImportRequest(Path(flags.save), choice, flags.average_replicated)

@@ -87,7 +87,7 @@ def _print_result(round_trip: RoundTrip) -> int:
         log.line(line)
     for difference in round_trip.differences:
         log.line(
-            f"  document {difference.document}, character {difference.place}: {difference.was!r} became "
+            f"  document {difference.document}, character {difference.position}: {difference.was!r} became "
             f"{difference.became!r}"
         )
     return round_trip.inexact

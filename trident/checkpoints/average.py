@@ -63,9 +63,8 @@ def _write_mean(shares: Sequence[WeightedCheckpoint], directory: Path, mesh: Par
             "folder for --save."
         )
     newest = max((share.checkpoint for share in shares), key=lambda checkpoint: checkpoint.manifest.step)
-    pieces = AveragedPieces(tuple(shares))
     record = {**_weights_only(newest.record).to_json(), "averaged": _origin(shares)}
-    return write_snapshot(directory, newest.manifest.step, pieces.snapshot(), record, mesh)
+    return write_snapshot(directory, newest.manifest.step, AveragedPieces(tuple(shares)).snapshot(), record, mesh)
 
 
 @dataclass(frozen=True)

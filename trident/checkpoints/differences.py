@@ -37,7 +37,7 @@ class TensorDifference:
     squares_first: float = 0.0
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Adds a pair of tensors of one shape."""
+        """Adds a slice of both tensors."""
         if first.dtype != second.dtype:
             first, second = first.double(), second.double()
         self.elements += first.numel()

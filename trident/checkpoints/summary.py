@@ -32,7 +32,7 @@ class ValueStats:
     largest: float = -math.inf
 
     def add(self, values: torch.Tensor) -> None:
-        """Adds the values of a tensor; NaN and infinity are counted apart."""
+        """Adds a slice of the tensor."""
         count = values.numel()
         total = float(values.sum(dtype=torch.float64))
         if not math.isfinite(total):  # the float64 sum of finite float32 values is finite
@@ -236,10 +236,12 @@ def heading(checkpoint: OpenCheckpoint) -> Iterator[str]:
 
 
 def shape_text(shape: Sequence[int]) -> str:
+    """Formats a shape."""
     return "[" + ", ".join(map(str, shape)) + "]"
 
 
 def value_text(value: Any) -> str:
+    """Formats a value, truncated."""
     text = str(value)
     return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
 

@@ -1,5 +1,4 @@
-"""Models and checkpoints of other programs: read into ours and written from ours.
+"""Converts models and checkpoints from and to the formats of other programs.
 
-A format knows its own names, orders and files; everything crosses as our global names and logical shapes. Nothing here
-trains.
+Each format has its own names, orders and files; tensors are exchanged by their global names and logical shapes.
 """

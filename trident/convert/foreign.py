@@ -1,4 +1,4 @@
-"""From a checkpoint of Megatron-LM, its forks or DeepSpeed, whichever format it has, to one that any layout loads."""
+"""Imports checkpoints of Megatron-LM, its forks and DeepSpeed in any of their formats."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trident.convert.hugging_face.importing import unfinished_folder
 from trident.convert.hugging_face.model_file import MODEL_FILE, model_file_text, untrained_record, yaml_value
 from trident.convert.megatron_format.distributed_files import is_distributed, open_distributed
 from trident.convert.megatron_format.foreign_model import ForeignModel, ForeignPieces
-from trident.convert.megatron_format.torch_files import Choices, is_torch_layout, open_torch_layout
+from trident.convert.megatron_format.torch_files import ImportOptions, is_torch_layout, open_torch_layout
 
-# Files that name the newest checkpoint of a directory, and the folder that their text refers to.
+# Files that contain the name of the newest checkpoint of a directory.
 _POINTERS = ("latest_universal", "latest", "latest_checkpointed_iteration.txt")
 _LONGEST_NAME = 200
 _LONGEST_POINTER_BYTES = 4096
 
 
-def open_foreign(path: Path, choices: Choices) -> ForeignModel:
+def open_foreign(path: Path, choices: ImportOptions) -> ForeignModel:
     """Opens a checkpoint folder, or the newest one of a directory.
 
     Raises:
-        ConversionError: it is none of the known formats, is incomplete, or of a network that is not one of ours.
-        CheckpointError: a file is damaged or holds what is not admitted.
+        ConversionError: its format is unknown, it is incomplete, or its network is not supported.
+        CheckpointError: a file is damaged or contains something that is not allowed.
     """
     folder = newest_folder(path)
     if is_universal(folder):
@@ -48,17 +48,17 @@ def open_foreign(path: Path, choices: Choices) -> ForeignModel:
         return open_engine_folder(folder, choices)
     names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
     raise ConversionError(
-        f"{folder} is not a checkpoint of a known format; it holds {names}. Known are mp_rank_XX/model_optim_rng.pt "
-        "and torch_dist (Megatron-LM), layer_XX-model_YY-model_states.pt and mp_rank_XX_model_states.pt (DeepSpeed), "
+        f"{folder} has no known checkpoint format; it contains {names}. Known are mp_rank_XX/model_optim_rng.pt and "
+        "torch_dist (Megatron-LM), layer_XX-model_YY-model_states.pt and mp_rank_XX_model_states.pt (DeepSpeed), "
         "and zero/ (DeepSpeed universal). Hugging Face directories are imported by tools/convert/import_hf.py."
     )
 
 
 def newest_folder(path: Path) -> Path:
-    """The folder that the files `latest`, `latest_universal` or `latest_checkpointed_iteration.txt` point at.
+    """The folder that `latest`, `latest_universal` or `latest_checkpointed_iteration.txt` points to.
 
     Raises:
-        ConversionError: there is no such directory, or the file points at nothing.
+        ConversionError: the directory does not exist, or the file points to no folder.
     """
     if not path.is_dir():
         raise ConversionError(f"{path} is not a directory. Give the folder of a checkpoint.")
@@ -75,7 +75,7 @@ def newest_folder(path: Path) -> Path:
         folder = f"iter_{int(text):07d}" if text.isascii() and text.isdecimal() and name == _POINTERS[-1] else text
         if not folder or folder in (".", "..") or "/" in folder or "\\" in folder or not (path / folder).is_dir():
             raise ConversionError(
-                f"{pointer} says {text!r}, and {path} holds no such checkpoint. Give the checkpoint's own folder."
+                f"{pointer} names {text!r}, which does not exist in {path}. Give the checkpoint's own folder."
             )
         return path / folder
     return path
@@ -83,12 +83,12 @@ def newest_folder(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class MegatronImportRequest:
-    """What to make.
+    """Options of an import.
 
     Args:
-        target: the folder of checkpoints to make.
+        target: the checkpoint folder to create.
         choice: the tokenizer of the run.
-        average: take the mean of tensors that tensor-parallel ranks should hold alike and do not.
+        average: average replicated tensors that differ between tensor-parallel ranks.
     """
 
     target: Path
@@ -97,14 +97,14 @@ class MegatronImportRequest:
 
 
 def import_checkpoint(source: ForeignModel, request: MegatronImportRequest, tokenizer: Tokenizer) -> Path:
-    """Makes a folder with a checkpoint and `model.yaml`; returns it. Either all of it appears, or nothing.
+    """Creates a folder with a checkpoint and `model.yaml` atomically; returns it.
 
-    With moments the checkpoint is at the step of its run, and training resumes from it with `--load`; with weights only
-    it is at step 0, for `--finetune`.
+    With optimizer moments the checkpoint has the step of its run, and training resumes from it with `--load`; with
+    weights only it is at step 0, for `--finetune`.
 
     Raises:
-        ConversionError: tensors are missing, differ between ranks, or do not fit the tokenizer.
-        StorageError: the file system refused.
+        ConversionError: tensors are missing, differ between ranks, or do not match the tokenizer.
+        StorageError: a file cannot be written.
     """
     source.check()
     if tokenizer.vocab_size > source.model.vocab_size:
@@ -123,9 +123,9 @@ def import_checkpoint(source: ForeignModel, request: MegatronImportRequest, toke
             text += "".join(f"{name.replace('_', '-')}: {yaml_value(value)}\n" for name, value in flags)
         write_text(folder / MODEL_FILE, text)
         record = _record(source, folder / MODEL_FILE, request.target, tokenizer)
-        taken = ForeignPieces(source, request.average).snapshot()
+        snapshot = ForeignPieces(source, request.average).snapshot()
         step = source.state.progress.step
-        write_snapshot(folder, step, taken, record.to_json(), ParallelMesh.single())
+        write_snapshot(folder, step, snapshot, record.to_json(), ParallelMesh.single())
     return request.target
 
 
@@ -133,18 +133,18 @@ def _record(source: ForeignModel, model_file: Path, target: Path, tokenizer: Tok
     """The record of the checkpoint.
 
     Args:
-        model_file: where `model.yaml` is while the import is not finished.
-        target: the folder that it will be in.
+        model_file: path of `model.yaml` during the import.
+        target: its final folder.
     """
-    words = _words(source, model_file)
+    arguments = _run_arguments(source, model_file)
     try:
-        parse(words)
+        parse(arguments)
     except ConfigError as failure:
         raise ConversionError(
-            f"the arguments stored in {source.path} do not make up a run: {failure} Import the weights alone with "
+            f"the arguments stored in {source.path} are not valid for a run: {failure} Import only the weights with "
             "--weights-only."
         ) from failure
-    record = untrained_record(words, TokenizerRecord.of(tokenizer), target)
+    record = untrained_record(arguments, TokenizerRecord.of(tokenizer), target)
     vocabulary = record.config["model"]["vocab_size"]
     if vocabulary != source.model.vocab_size:
         raise ConversionError(
@@ -159,26 +159,27 @@ def _record(source: ForeignModel, model_file: Path, target: Path, tokenizer: Tok
     )
 
 
-def _words(source: ForeignModel, model_file: Path) -> list[str]:
-    """The command line of the run that the checkpoint belongs to, completed where nothing is stored."""
+def _run_arguments(source: ForeignModel, model_file: Path) -> list[str]:
+    """The command line of the checkpoint's run, with placeholders for missing values."""
     flags = source.state.flags if source.has_moments else {}
-    words = ["--config", str(model_file), "--data-path", "none", *([] if source.has_moments else ["--no-save-optim"])]
-    # What a run needs and a stored run may not say; a run that continues the checkpoint gives its own.
-    needed = {
+    arguments = ["--config", str(model_file), "--data-path", "none"]
+    arguments += [] if source.has_moments else ["--no-save-optim"]
+    # Required by a run, but possibly not stored; a run that loads the checkpoint sets its own.
+    required = {
         "seq_length": source.state.flags.get("seq_length", source.model.max_position_embeddings),
         "micro_batch_size": 1,
         "global_batch_size": flags.get("micro_batch_size", 1),
         "train_iters": 1,
         "lr": 1e-5,
     }
-    for name, value in needed.items():
+    for name, value in required.items():
         if name not in flags and not (name == "train_iters" and "train_samples" in flags):
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return words
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    return arguments
 
 
 def _absolute(choice: TokenizerChoice) -> TokenizerChoice:
-    """The same files, whatever the current folder is."""
+    """The tokenizer choice with absolute paths."""
     names = ("vocab_file", "merge_file", "tokenizer_name_or_path")
     paths = {
         name: str(Path(value).resolve())

@@ -1,12 +1,12 @@
-"""A dataset, given by its name, made ready to train on: a tokenizer, and token files next to it.
+"""Prepares a dataset, given by its name, for training: a tokenizer, and token files next to it.
 
-For programs that take raw text. All ranks of a run ask for the same folder at once; the first one makes it. A program's
-`TextRecipe` says what a document is and what the tokenizer knows.
+For programs that take raw text. All ranks of a run request the same folder at once; the first one writes it. A
+program's `TextRecipe` defines documents and special tokens.
 
-Running text is cut into documents, so that a part of it can be held out: a split of token files gives whole documents
-to training and validation, and a book in one file would be one. A cut is made at the first blank line after
-`_PIECE_LETTERS`, long compared with a sample and short compared with a book, and wherever a line says `<|endoftext|>`,
-which is how corpora in plain text separate their documents.
+Plain text is cut into documents, so that a part of it can be held out: a split of token files assigns whole documents
+to training and validation, and a book in one file would be a single one. It is cut at the first blank line after
+`_DOCUMENT_LETTERS`, long compared with a sample and short compared with a book, and at every line `<|endoftext|>`,
+which commonly separates documents in plain text.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from trident.corpus.inputs.demo import LEAST_BYTES, write_demo_corpus
 from trident.corpus.inputs.input_blocks import check_inputs, total_bytes
 from trident.corpus.inputs.input_paths import expand_inputs
 from trident.corpus.preprocess.encode import EncodeOptions
-from trident.corpus.preprocess.preprocess_corpus import preprocess, warn_of_no_tokens
+from trident.corpus.preprocess.preprocess_corpus import preprocess, warn_if_no_tokens
 from trident.corpus.vocabulary.learning import byte_level_files, texts_of, train_byte_level
 from trident.corpus.workers.progress_line import ProgressLine
 
 ROBERTA_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 _LEARNT_FROM_BYTES = 10_000_000
 _RECORD = "dataset.json"
-_PIECES = "pieces.jsonl"
+_DOCUMENTS = "pieces.jsonl"
 _LINES = "\n"
 _END_OF_TEXT = "<|endoftext|>"
-_PIECE_LETTERS = 16_384
+_DOCUMENT_LETTERS = 16_384
 _LINE_LETTERS = 1 << 20  # a longer line is cut
 
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """How a program's text becomes tokens.
+    """The settings by which a program converts text to tokens.
 
     Args:
-        flag, place: what the user gives the text and its folder with, for messages.
-        special: the tokenizer's special tokens, where one is learnt; `<|endoftext|>` joins them unless there is `</s>`.
-        entries: the most entries of a learnt tokenizer.
-        bytes_per_entry: fewer entries are learnt from text that has not this many bytes for each.
-        is_cut: a .txt file is running text, cut at blank lines; otherwise a document is a line of it.
+        flag, folder_flag: the flags for the text and its folder, for messages.
+        special: special tokens of a trained tokenizer; `<|endoftext|>` is added unless `</s>` is one of them.
+        entries: maximum size of a trained tokenizer.
+        bytes_per_entry: the size is reduced for text with fewer bytes per entry.
+        is_cut: a .txt file is cut at blank lines; otherwise each line is a document.
         append_eod: documents end with the end-of-document token.
     """
 
     flag: str
-    place: str
+    folder_flag: str
     special: tuple[str, ...] = ()
     entries: int = 8192
     bytes_per_entry: int = 1
@@ -74,16 +74,16 @@ _LEAST_ENTRIES = 1024
 def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recipe: TextRecipe = MASKED) -> None:
     """Writes `train_text_document.bin`, `.idx` and, unless a tokenizer is given, `tokenizer.json` into a folder.
 
-    What is there already is kept, for the experiments that were trained on it.
+    Existing files are kept for the experiments that were trained on them.
 
     Args:
-        dataset: .txt, jsonl or Parquet with a column `text`, a folder of such files, an address that preprocessing
-            knows, or the name of a dataset of the hub; None for the texts of Python itself.
-        tokenizer: what --tokenizer-name-or-path takes; None to learn byte-level BPE.
+        dataset: .txt, jsonl or Parquet with a column `text`, a folder of such files, an address supported by
+            preprocessing, or the name of a dataset on the Hub; None for the texts of Python itself.
+        tokenizer: a value for --tokenizer-name-or-path; None to train byte-level BPE.
 
     Raises:
-        ConfigError: there is no such dataset or tokenizer, or the folder holds an earlier state of the dataset.
-        DataError: the dataset cannot be read, or is too short to learn a tokenizer from.
+        ConfigError: the dataset or tokenizer does not exist, or the folder holds an earlier state of the dataset.
+        DataError: the dataset cannot be read, or is too short to train a tokenizer.
         StorageError: the folder cannot be written.
     """
     try:
@@ -100,8 +100,8 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recip
             if read_plain_json(record) == state:
                 return
             raise ConfigError(
-                f"{recipe.flag} {dataset} has changed since it was prepared in {folder}, which earlier experiments go "
-                f"on with. Begin in another {recipe.place}, or delete {folder} if none of them will be continued."
+                f"{recipe.flag} {dataset} changed since it was prepared in {folder}, which earlier experiments use. "
+                f"Start in another {recipe.folder_flag}, or delete {folder} if none of them will be continued."
             )
         log.set_activity(f"reading {dataset}")
         check_inputs(inputs, ("text",))
@@ -116,7 +116,7 @@ def prepare_text(dataset: str | None, tokenizer: str | None, folder: Path, recip
         options = EncodeOptions(choice, append_eod=recipe.append_eod, document_separator=_LINES)
         with _progress(inputs) as progress:
             result = preprocess(inputs, str(folder / "train"), options, 1, progress)
-        warn_of_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
+        warn_if_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
         write_atomically(record, json.dumps(state, indent=2).encode())
 
 
@@ -128,23 +128,23 @@ def _inputs(dataset: str | None, folder: Path, recipe: TextRecipe) -> tuple[str,
         return (str(demo),)
     if "://" not in dataset and not os.path.exists(dataset):
         if dataset.endswith((".txt", ".jsonl", ".json", ".parquet")) or dataset.startswith((".", "/", "~")):
-            raise ConfigError(f"{recipe.flag} {dataset}: there is no such file or folder here. Check the path.")
+            raise ConfigError(f"{recipe.flag} {dataset}: no such file or folder. Check the path.")
         dataset = f"hf://{dataset}"
     return expand_inputs([dataset], _LINES)
 
 
 def _documents(inputs: tuple[str, ...], folder: Path, recipe: TextRecipe) -> tuple[str, ...]:
-    """The inputs, with a file of pieces in the folder in the place of running text."""
-    running = [path for path in inputs if path.endswith(".txt")] if recipe.is_cut else []
-    if not running:
+    """Returns the inputs, with plain text replaced by a file of documents in the folder."""
+    plain = [path for path in inputs if path.endswith(".txt")] if recipe.is_cut else []
+    if not plain:
         return inputs
-    pieces = folder / _PIECES
-    write_pieces(running, pieces)
-    return (*(path for path in inputs if path not in running), str(pieces))
+    documents = folder / _DOCUMENTS
+    write_documents(plain, documents)
+    return (*(path for path in inputs if path not in plain), str(documents))
 
 
 def _states(inputs: tuple[str, ...]) -> list[list[str | int]]:
-    """Name, size and time of the last change of every file."""
+    """Returns name, size and modification time of every file."""
     states: list[list[str | int]] = []
     for path in inputs:
         if os.path.exists(path):
@@ -164,8 +164,7 @@ def _learn_tokenizer(inputs: tuple[str, ...], path: Path, recipe: TextRecipe, so
         vocabulary, merges = train_byte_level(texts, entries, special=recipe.special)
     except DataError as failure:
         raise DataError(
-            f"{source}: the text is too short to learn a tokenizer from. Give more of it "
-            f"({recipe.flag}), or a --tokenizer."
+            f"{source}: the text is too short to train a tokenizer. Use more text ({recipe.flag}), or a --tokenizer."
         ) from failure
     write_atomically(path, byte_level_files(vocabulary, merges, recipe.special)["-tokenizer.json"])
 
@@ -181,8 +180,8 @@ def _progress(inputs: tuple[str, ...]) -> Iterator[ProgressLine]:
     progress.finish()
 
 
-def pieces(lines: Iterable[str]) -> Iterator[str]:
-    """The documents of running text, given line by line with its line ends."""
+def split_documents(lines: Iterable[str]) -> Iterator[str]:
+    """Yields the documents of plain text, given its lines with line ends."""
     held: list[str] = []
     letters = 0
     for line in lines:
@@ -190,21 +189,21 @@ def pieces(lines: Iterable[str]) -> Iterator[str]:
         if not is_end:
             held.append(line)
             letters += len(line)
-        if held and (is_end or (letters >= _PIECE_LETTERS and not line.strip()) or letters >= _LINE_LETTERS):
+        if held and (is_end or (letters >= _DOCUMENT_LETTERS and not line.strip()) or letters >= _LINE_LETTERS):
             yield "".join(held)
             held, letters = [], 0
     if held:
         yield "".join(held)
 
 
-def write_pieces(paths: Iterable[str], output: Path) -> None:
+def write_documents(paths: Iterable[str], output: Path) -> None:
     """Writes the documents of UTF-8 files as jsonl."""
     write_atomically(output, lambda stream: _write_texts(paths, stream))
 
 
 def _write_texts(paths: Iterable[str], stream: BinaryIO) -> None:
     for path in paths:
-        for text in pieces(_lines(path)):
+        for text in split_documents(_lines(path)):
             if text.strip():
                 stream.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
 

@@ -36,6 +36,7 @@ class Board:
         self._thread = threading.Thread(target=self._follow, name="dashboard", daemon=True)
 
     def start(self) -> None:
+        """Starts the thread that follows the runs."""
         self.search()
         self._thread.start()
 

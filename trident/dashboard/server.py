@@ -95,7 +95,7 @@ class DashboardServer(ThreadingHTTPServer):
         self.page = read_page()
         self._free = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         try:
-            super().__init__((ADDRESS, port), _Handler)
+            super().__init__((ADDRESS, port), _Connection)
         except (OSError, OverflowError) as failure:
             reason = getattr(failure, "strerror", None) or failure
             raise ConfigError(
@@ -124,7 +124,7 @@ class DashboardServer(ThreadingHTTPServer):
         """Ignores clients that disconnect."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Connection(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "dashboard"
     sys_version = ""

@@ -1,5 +1,5 @@
-"""Evaluation of trained networks: tasks, the queries they ask, and the comparison of their results.
+"""Evaluation of trained networks: tasks, their queries, and the comparison of results.
 
-A task does not know how a network is run. A `Scorer` answers its queries, `LoadedScorer` for a loaded checkpoint and
-`EngineScorer` for the network being trained, so it gives the same result in both.
+Tasks are independent of how a network runs. A `Scorer` answers their queries: `LoadedScorer` for a loaded checkpoint,
+`EngineScorer` for the network in training; both give the same result.
 """

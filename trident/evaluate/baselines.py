@@ -1,12 +1,12 @@
 """Closed-form language models that a network has to beat: uniform, unigram and bigram, fitted to a training text.
 
-They score the same queries as a network, so their figures can be shown next to its own. They are counted once, and
-smoothed by absolute discounting:
+They score the same queries as a network, so that metrics are comparable. They are fitted once, and smoothed by absolute
+discounting:
 
     unigram   p(w) = (c(w) + 1) / (N + V)
     bigram    p(w | v) = max(c(v w) - d, 0) / c(v) + d n(v) / c(v) p(w),   d = n1 / (n1 + 2 n2)
 
-c counts in the training text of N tokens, V is the size of the vocabulary, n(v) the number of different tokens seen
+c counts in the training text of N tokens, V is the size of the vocabulary, n(v) the number of distinct tokens seen
 after v, and n1 and n2 the numbers of pairs seen once and twice. After a token that was never followed by anything, the
 bigram model is the unigram model.
 
@@ -32,21 +32,21 @@ from megatron.tokenizers.tokenizer import Tokenizer
 from trident.evaluate.item_files import read_documents
 from trident.evaluate.scoring import Progress, Query, Score
 
-MOST_TRAINING_TOKENS = 50_000_000  # a bigram model of this many needs about 2 GB while it is fitted
+MOST_TRAINING_TOKENS = 50_000_000  # fitting a bigram model to this many takes about 2 GB
 UNIFORM = "uniform"
 
-_USUAL_DISCOUNT = 0.5  # where no pair was seen once or twice, which leaves d undefined
+_USUAL_DISCOUNT = 0.5  # if no pair was seen once or twice, so that d is undefined
 
 
 class ClosedForm(Protocol):
-    """A model whose probabilities depend on one token before the target at most."""
+    """A model whose probabilities depend on at most the token before the target."""
 
     def score(self, contexts: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every token is as probable as any other; it predicts no token (-1), as all are equal."""
+    """All tokens are equally probable; the predicted token is -1, for none."""
 
     vocab_size: int
 
@@ -57,10 +57,10 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A closed-form model with its name, a `Scorer` of queries of any length.
+    """A named closed-form model, as a `Scorer` of queries of any length.
 
     Attributes:
-        max_length: no limit.
+        max_length: effectively no limit.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Baselines:
     """Fits the baselines to the training texts of tasks, each text once.
 
     Args:
-        train: text, jsonl or token file for the tasks that name none of their own.
+        train: text, jsonl or token file for tasks without their own.
     """
 
     tokenizer: Tokenizer
@@ -123,7 +123,7 @@ class Baselines:
 
 
 def _token_streams(path: Path, key: str, tokenizer: Tokenizer) -> list[np.ndarray]:
-    """The tokens of each document, after what documents begin after (`start_ids`); the first 50 million.
+    """The tokens of each document, after `start_ids`; at most 50 million.
 
     Shapes: int64 `[n]` each.
     """
@@ -164,7 +164,7 @@ class Unigram:
         return int(self.log_probabilities.argmax())
 
     def score(self, contexts: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities of targets, and the most probable token at the place of each.
+        """Log-probabilities of targets, and the most probable token at the position of each.
 
         Shapes: contexts (the tokens before the targets), targets and both results `[n]`.
         """
@@ -173,10 +173,10 @@ class Unigram:
 
 @dataclass(frozen=True)
 class Bigram:
-    """Frequencies of pairs of neighbouring tokens, interpolated with a unigram model.
+    """Frequencies of pairs of adjacent tokens, interpolated with a unigram model.
 
     Shapes: keys and counts `[pairs]`, sorted by key = v V + w; followed (c(v)), backoff (d n(v) / c(v), 1 for a token
-        that nothing followed) and best (the most probable token after each) `[V]`.
+        without successors) and best (the most probable token after each) `[V]`.
     """
 
     unigram: Unigram
@@ -189,7 +189,7 @@ class Bigram:
 
     @staticmethod
     def fit(streams: Sequence[np.ndarray], unigram: Unigram) -> Bigram:
-        """Counts the pairs inside of each stream; the last token of one and the first of the next are no pair."""
+        """Counts the pairs within each stream; pairs do not cross streams."""
         vocab_size = len(unigram.log_probabilities)
         pair_keys = [stream[:-1].astype(np.int64) * vocab_size + stream[1:] for stream in streams if len(stream) > 1]
         keys, counts = np.unique(np.concatenate([np.empty(0, np.int64), *pair_keys]), return_counts=True)
@@ -214,14 +214,14 @@ class Bigram:
     def _probabilities(self, contexts: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Shapes: contexts, targets and the result `[n]`."""
         keys = contexts.astype(np.int64) * len(self.followed) + targets
-        places = np.minimum(np.searchsorted(self.keys, keys), max(len(self.keys) - 1, 0))
-        seen = self.keys[places] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
-        counts = np.where(seen, self.counts[places] if len(self.keys) else 0, 0)
+        indices = np.minimum(np.searchsorted(self.keys, keys), max(len(self.keys) - 1, 0))
+        seen = self.keys[indices] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
+        counts = np.where(seen, self.counts[indices] if len(self.keys) else 0, 0)
         direct = np.maximum(counts - self.discount, 0.0) / np.maximum(self.followed[contexts], 1.0)
         return direct + self.backoff[contexts] * np.exp(self.unigram.log_probabilities[targets])
 
     def _find_best(self, first: np.ndarray) -> None:
-        """Fills `best`: after each token, the best of its successors, or the most frequent token of all if better."""
+        """Fills `best` with the best successor of each token, or the most frequent token if that is better."""
         if not len(self.keys):
             return
         chances = self._probabilities(first, self.keys % len(self.followed))

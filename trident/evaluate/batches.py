@@ -1,4 +1,4 @@
-"""Batches of queries: which queries share a forward pass, and how their results come back together."""
+"""Batches of queries, and the collection of their results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from trident.evaluate.scoring import Progress, Query, Score, check_queries
 class QueryBatch:
     """Queries of similar length in one array, padded at the end.
 
-    Networks attend to earlier tokens, and to a prefix within the query, so padding after a query does not affect it.
+    Queries attend only to earlier tokens and to a prefix, so padding at the end does not affect them.
 
     Shapes: inputs `[b, s]` int64; prefix `[b, s]` bool; rows, labels and indices `[n]` int64, one entry per target.
 
     Attributes:
         inputs: all tokens of each query but the last.
-        prefix: which inputs are context.
+        prefix: mask of the inputs that are context.
         rows: the positions that predict the targets, as indices into `[b * s]`.
         labels: the targets.
         indices: index of each target among the targets of all queries, see `Answers`.
@@ -38,7 +38,7 @@ class QueryBatch:
 class Answers:
     """A log-probability and a greedy token for every target of all queries.
 
-    A rank that does not know a value leaves it 0, so the vectors of all ranks and pipeline stages are added.
+    A rank leaves values that it did not compute at 0, so that the vectors of all ranks and stages can be summed.
 
     Shapes: logprobs float64 and predicted int64, each `[targets of all queries]`.
     """
@@ -79,12 +79,12 @@ class Answers:
 def plan_batches(queries: Sequence[Query], batch_tokens: int, *, padded_up_to: int | None = None) -> list[list[int]]:
     """Divides queries into batches of similar length; the longest come first.
 
-    Depends on nothing but the queries and the limits, so that results do not depend on the number of ranks.
+    Depends only on the queries and the limits, so that results do not depend on the number of ranks.
 
     Args:
-        batch_tokens: the most tokens of a batch, padding included; a single query may have more.
-        padded_up_to: inputs beyond which a batch has queries of one length only, because the network treats a text by
-            the length of its batch (`PositionFields.rotations_fixed_up_to`); None if padding never matters.
+        batch_tokens: most tokens of a batch, padding included; a single query may have more.
+        padded_up_to: length beyond which a batch may only have queries of equal length, because rotations depend on the
+            length of the batch (`PositionFields.rotations_fixed_up_to`); None if padding never matters.
 
     Returns:
         the numbers of the queries of each batch.
@@ -95,10 +95,10 @@ def plan_batches(queries: Sequence[Query], batch_tokens: int, *, padded_up_to: i
 def plan_rounds(
     queries: Sequence[Query], batch_tokens: int, batches_per_round: int, *, padded_up_to: int | None = None
 ) -> list[list[list[int]]]:
-    """The same for batches that are run side by side in one shape: rounds of batches with equal numbers of queries.
+    """`plan_batches` for batches that run concurrently in one shape: rounds of batches with equal numbers of queries.
 
     Args:
-        batches_per_round: the most batches of a round, among which its queries are divided evenly.
+        batches_per_round: most batches of a round, among which its queries are divided evenly.
 
     Returns:
         the numbers of the queries of each batch of each round; the last batch of a round may have fewer.
@@ -119,9 +119,9 @@ def plan_rounds(
 
 
 class NetworkScorer(ABC):
-    """A `Scorer` of a network, over all its ranks: what all have in common but the forward pass.
+    """The base of `Scorer`s of a network over all its ranks; subclasses run the forward passes.
 
-    Queries of similar length share a batch, batches are run in rounds, and all ranks get all results.
+    Queries of similar length share a batch, batches run in rounds, and all ranks have all results.
 
     Args:
         model: the architecture.
@@ -132,7 +132,7 @@ class NetworkScorer(ABC):
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a query: one more than the network has positions."""
+        """Most tokens of a query: one more than the network has positions."""
         return self.model.max_position_embeddings + 1
 
     def score(self, queries: Sequence[Query], on_progress: Progress | None = None) -> list[Score]:
@@ -159,5 +159,5 @@ class NetworkScorer(ABC):
         """Runs a round, and writes this rank's results into `answers`."""
 
     def gathered(self, answers: Answers) -> Answers:
-        """The answers of all ranks, where `answer` has not brought them to every rank."""
+        """Combines the answers of all ranks, unless `answer` has already done so."""
         return answers

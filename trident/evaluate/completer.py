@@ -20,8 +20,8 @@ class LoadedCompleter:
 
     Args:
         loaded: the checkpoint, opened on this rank's mesh.
-        sampling: how tokens are chosen.
-        keeps_blanks: whether blanks that an answer begins with are part of it, see `before_stops`.
+        sampling: sampling settings.
+        keeps_blanks: keep leading blanks of an answer, see `before_stops`.
     """
 
     def __init__(self, loaded: LoadedModel, sampling: Sampling = _GREEDY, *, keeps_blanks: bool = False) -> None:
@@ -32,7 +32,7 @@ class LoadedCompleter:
     def __call__(self, prompts: Sequence[str], max_new_tokens: int, stop_texts: Sequence[str]) -> list[str]:
         """The continuations of prompts, up to the first stop text, the end of the document or the most new tokens.
 
-        A prompt that leaves no room for `max_new_tokens` loses its first tokens, but keeps half of the positions.
+        A prompt that leaves no room for `max_new_tokens` is truncated at its start, but keeps half of the positions.
         Collective over all ranks, which pass the same prompts; the result is the same on every rank.
         """
         room = max(self.loaded.positions - max_new_tokens, self.loaded.positions // 2)
@@ -42,10 +42,10 @@ class LoadedCompleter:
     def continue_tokens(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_texts: Sequence[str]
     ) -> list[str]:
-        """The same for prompts that are tokens already, and are taken as they are."""
+        """Continues prompts that are given as tokens."""
         replicas = self.loaded.mesh.batch
-        own = [self._request(number, prompts[number], max_new_tokens) for number in range(len(prompts))]
-        texts = self._texts(own[replicas.rank :: replicas.size], stop_texts)
+        requests = [self._request(number, prompts[number], max_new_tokens) for number in range(len(prompts))]
+        texts = self._texts(requests[replicas.rank :: replicas.size], stop_texts)
         by_replica = all_gather_json(texts, replicas)
         return [by_replica[number % replicas.size][number // replicas.size] for number in range(len(prompts))]
 
@@ -54,7 +54,7 @@ class LoadedCompleter:
         return Request(str(number), tuple(prompt), max_new_tokens, self.sampling, number, stop_ids=stops)
 
     def _texts(self, requests: Sequence[Request], stop_texts: Sequence[str]) -> list[str]:
-        """The text of each request up to its first stop text, at which its generation ends."""
+        """The text of each request up to its first stop text, which ends its generation."""
         engine = GenerationEngine(self.loaded)
         tokens: dict[str, list[int]] = {request.id: [] for request in requests}
         texts = dict.fromkeys(tokens, "")

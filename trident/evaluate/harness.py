@@ -1,9 +1,9 @@
 """A loaded checkpoint as `lm_eval.api.model.LM`: log-likelihoods, rolling log-likelihoods, generation.
 
-Texts become tokens by the rules of the harness's own `hf` model, so that both give the same figures: blanks at the end
-of a context belong to the continuation, the tokens of a continuation are the tokens of the whole text after as many as
-the context has, and an empty context is the beginning-of-sequence token, or end-of-document where there is none. They
-differ in one thing: what a tokenizer puts after texts (`</s>`) is left out here, while the harness takes it for the end
+Texts are tokenized by the rules of the harness's `hf` model, so that both give the same figures: blanks at the end of a
+context belong to the continuation, the continuation's tokens are those of the whole text after as many as the context
+has, and an empty context is the beginning-of-sequence token, or the end-of-document token without one. The one
+difference: a token that the tokenizer appends to texts (`</s>`) is skipped here, while the harness takes it for the end
 of the continuation and loses the continuation's first token.
 """
 
@@ -24,20 +24,20 @@ from trident.evaluate.completer import LoadedCompleter
 from trident.evaluate.loaded_scorer import LoadedScorer
 from trident.evaluate.scoring import Progress, Query
 
-_NEW_TOKENS = 256  # where a task sets no limit, as in the `hf` model
-_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first that is given counts
+_NEW_TOKENS = 256  # if a task sets no limit, as in the `hf` model
+_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one given counts
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 _WITHOUT_EFFECT = ("until", "do_sample", "num_beams", "use_cache", *_LIMITS)
 _KEPT = ("results", "versions", "n-shot", "n-samples", "higher_is_better")
 
 
 def harness_model(loaded: LoadedModel, batch_size: int = 8, on_progress: Progress | None = None) -> Any:
-    """An `lm_eval.api.model.LM` for `lm_eval.simple_evaluate(model=...)`.
+    """Returns an `lm_eval.api.model.LM` for `lm_eval.simple_evaluate(model=...)`.
 
-    On several ranks all call the harness with the same tasks; each gets all results. To the harness it is one process.
+    On several ranks all call the harness with the same tasks and get all results; the harness sees one process.
 
     Args:
-        batch_size: texts of full length in a forward pass; it takes more of shorter ones.
+        batch_size: texts of full length per forward pass; more if they are shorter.
         on_progress: called with the queries scored so far, and all of them.
 
     Raises:
@@ -47,7 +47,7 @@ def harness_model(loaded: LoadedModel, batch_size: int = 8, on_progress: Progres
         from lm_eval.api.model import TemplateLM
     except ImportError as failure:
         raise ConfigError(
-            f"the evaluation harness needs the package lm-eval, which cannot be imported ({failure}). Install it with: "
+            f"the evaluation harness requires lm-eval, which cannot be imported ({failure}). Install it with: "
             "pip install lm-eval"
         ) from failure
     model_class = type("CheckpointModel", (_Methods, TemplateLM), {})
@@ -68,7 +68,7 @@ class _Methods:
 
     @property
     def max_length(self) -> int:
-        """The most tokens that the network reads."""
+        """Most tokens that the network can read."""
         return self.loaded.positions
 
     @property
@@ -77,7 +77,7 @@ class _Methods:
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text without context."""
+        """The token before a text without context."""
         return (start_ids(self.tokens) or [self.eot_token_id])[0]
 
     @property
@@ -86,7 +86,7 @@ class _Methods:
         return self.tokens.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, with what the tokenizer puts before texts unless it is there already or not wanted."""
+        """The tokens of a text, with the tokenizer's leading special tokens unless present or disabled."""
         if add_special_tokens is False or not string:
             return self.tokens.encode_bare(string)
         return encode_prompt(self.tokens, string)
@@ -94,7 +94,7 @@ class _Methods:
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is what greedy generation would write.
+        """The log-probability of each continuation, and True if greedy generation would produce it.
 
         Raises:
             DataError: a continuation is empty, or longer than the network's positions.
@@ -107,12 +107,11 @@ class _Methods:
         return answers
 
     def _query(self, context: list[int], continuation: list[int], texts: tuple[str, str]) -> Query:
-        """A query that has lost the first tokens of its context if it was too long."""
+        """A query, whose context is truncated at its start if it is too long."""
         if not 1 <= len(continuation) <= self.max_length:
             raise DataError(
                 f"the continuation {printable(texts[1])} has {len(continuation)} tokens; it must have at least 1 and "
-                f"at most the {self.max_length} positions of the network (--max-position-embeddings). Leave out this "
-                "task."
+                f"at most the {self.max_length} positions of the network (--max-position-embeddings). Remove this task."
             )
         tokens = (context + continuation)[-(self.max_length + 1) :]
         return Query(tuple(tokens), len(tokens) - len(continuation))
@@ -131,9 +130,11 @@ class _Methods:
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            own = [self._query(before, after, (text, text)) for before, after in map(make_disjoint_window, windows)]
-            queries += own
-            counts.append(len(own))
+            window_queries = [
+                self._query(before, after, (text, text)) for before, after in map(make_disjoint_window, windows)
+            ]
+            queries += window_queries
+            counts.append(len(window_queries))
         scores = iter(self._scorer.score(queries, self._on_progress))
         totals = [sum(next(scores).logprob for _ in range(count)) for count in counts]
         for request, total in zip(requests, totals, strict=True):
@@ -141,10 +142,10 @@ class _Methods:
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Continuations of contexts up to a stop text, greedily unless a request says otherwise.
+        """Continuations of contexts up to a stop text, greedy unless a request sets sampling.
 
         Raises:
-            ConfigError: a request has an unknown setting, or wants more tokens than there are positions.
+            ConfigError: an unknown setting, or more new tokens than positions.
         """
         texts: dict[int, str] = {}
         order = sorted(range(len(requests)), key=lambda number: repr(requests[number].args[1]))
@@ -162,13 +163,13 @@ class _Methods:
         unknown = sorted(set(settings) - {*_SAMPLING, *_WITHOUT_EFFECT})
         if unknown or settings.get("num_beams", 1) != 1:
             wrong = ", ".join(unknown) or f"num_beams {settings['num_beams']}"
-            raise ConfigError(f"the generation settings of a task have {wrong}, which is not supported. Leave it out.")
+            raise ConfigError(f"the generation settings of a task have {wrong}, which is not supported. Remove it.")
         until = settings.get("until") or []
         stops = [stop for stop in ([until] if isinstance(until, str) else until) if stop]
         new_tokens = next((settings[name] for name in _LIMITS if settings.get(name) is not None), _NEW_TOKENS)
         if not 1 <= new_tokens < self.max_length:
             raise ConfigError(
-                f"a task generates up to {new_tokens} tokens, and the network has {self.max_length} positions "
+                f"a task generates up to {new_tokens} tokens, but the network has {self.max_length} positions "
                 f"(--max-position-embeddings {self.max_length}), prompt included. Set max_gen_toks in the task's "
                 f"generation_kwargs to at most {self.max_length - 1}."
             )
@@ -184,13 +185,13 @@ class _Methods:
             ConfigError: always.
         """
         raise ConfigError(
-            "the adapter to the evaluation harness renders no chats. Leave out apply_chat_template, or export the "
+            "the adapter to the evaluation harness does not support chats. Remove apply_chat_template, or export the "
             "checkpoint with tools/convert/export_hf.py and use the harness's hf model."
         )
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
-    """Greedy unless the settings of a task ask for draws."""
+    """The sampling of a task's settings; greedy by default."""
     draws = settings.get("do_sample") or (settings.get("do_sample") is None and settings.get("temperature"))
     if not draws:
         return Sampling(greedy=True)
@@ -207,33 +208,33 @@ def run_harness(
     limit: int | None = None,
     bootstrap_iters: int = 100_000,
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks of the harness; collective over all ranks, which all get the results.
+    """Runs tasks of the harness; collective over all ranks, with the results on each.
 
     Args:
-        model: of `harness_model`.
-        names: of the tasks.
+        model: the result of `harness_model`.
+        names: names of the tasks.
         include_path: folder of additional tasks.
-        num_fewshot: solved examples before each question; None for the task's own number.
-        limit: take only this many items of each task, from the beginning.
-        bootstrap_iters: draws behind the standard errors of metrics without a formula.
+        num_fewshot: solved examples before each question; None for the task's default.
+        limit: use only the first items of each task.
+        bootstrap_iters: bootstrap draws for the standard errors of metrics without a formula.
 
     Returns:
-        `results` and what describes them (`versions`, `n-shot`, `n-samples`, `higher_is_better`), each by task.
+        `results` and their descriptions (`versions`, `n-shot`, `n-samples`, `higher_is_better`), each by task.
 
     Raises:
-        ConfigError: the harness has no task of that name.
+        ConfigError: an unknown task.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    # The index of the harness's own tasks takes seconds; it is not needed where the folder has all of them.
+    # Indexing the harness's own tasks takes seconds, so skip it if the folder has all tasks.
     index = TaskManager(include_path=include_path, include_defaults=False)
     if not set(names) <= set(index.all_tasks):
         index = TaskManager(include_path=include_path)
     unknown = [name for name in names if name not in index.all_tasks]
     if unknown:
         raise ConfigError(
-            f"the evaluation harness has no task {', '.join(unknown)}. `lm_eval ls tasks` shows its own; tasks over "
+            f"the evaluation harness has no task {', '.join(unknown)}. `lm_eval ls tasks` lists them; tasks over "
             "local files are YAML files in the folder --include_path."
         )
     evaluated = simple_evaluate(
@@ -245,7 +246,7 @@ def run_harness(
         task_manager=index,
         log_samples=False,
     )
-    # The harness returns results on the first process of a node only.
+    # The harness returns results only on the first process of a node.
     kept = {key: evaluated[key] for key in _KEPT if key in evaluated} if evaluated is not None else {}
     results: dict[str, dict[str, Any]] = broadcast_json(json.loads(json.dumps(kept, default=str)), mesh.world)
     return results

@@ -1,4 +1,4 @@
-"""Files that tasks read: text, one JSON object per line, and token files. A bad line is named by file and number."""
+"""The files of tasks: text, jsonl and token files. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import check_tokenizer_fits
 from megatron.errors import DataError, printable
 from megatron.files.plain import open_plain
-from megatron.tokenizers.prompts import encode_document, inner_ids
+from megatron.tokenizers.prompts import encode_document, strip_special_tokens
 from megatron.tokenizers.tokenizer import Tokenizer
 
 MOST_LINE_BYTES = 64 << 20
@@ -24,45 +24,45 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class JsonRow:
-    """A line of a jsonl file; `place` names the file and the line in messages."""
+    """A line of a jsonl file; `source` names the file and the line in messages."""
 
-    place: str
+    source: str
     values: dict[str, Any]
 
     def text(self, *keys: str) -> str:
-        """The text under the first of these keys that the line has.
+        """The text under the first of these keys that is present.
 
         Raises:
-            DataError: it has none of them, or there is no text under it.
+            DataError: no such key, or its value is not a text.
         """
         for key in keys:
             if key in self.values:
-                return checked_text(self.values[key], f'{self.place}: "{key}"')
+                return checked_text(self.values[key], f'{self.source}: "{key}"')
         known = ", ".join(printable(key) for key in list(self.values)[:8]) or "none"
-        wanted = " or ".join(f'"{key}"' for key in keys)
-        raise DataError(f"{self.place} has no {wanted}. Its keys: {known}.")
+        choices = " or ".join(f'"{key}"' for key in keys)
+        raise DataError(f"{self.source} has no {choices}. Its keys: {known}.")
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """A document to score: its text, or its tokens if it comes from a token file."""
+    """A document to score: its text, or its tokens from a token file."""
 
-    place: str
+    source: str
     text: str | None = None
     tokens: tuple[int, ...] | None = None
 
     def ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Its tokens, without those that begin and end a document."""
+        """Its tokens, without those that start and end a document."""
         if self.tokens is None:
             return encode_document(tokenizer, self.text or "")
-        return inner_ids(tokenizer, self.tokens)
+        return strip_special_tokens(tokenizer, self.tokens)
 
 
 def checked_text(value: Any, name: str) -> str:
-    """A value that must be a text which can be encoded.
+    """Returns a value that must be a valid Unicode text.
 
     Raises:
-        DataError: it is not one.
+        DataError: not a text, or one with lone surrogates.
     """
     if not isinstance(value, str):
         raise DataError(f"{name} must be a text, not {printable(value)}.")
@@ -73,7 +73,7 @@ def checked_text(value: Any, name: str) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file with their numbers, from 1; line ends are left out.
+    """The lines of a UTF-8 file with their numbers, from 1, without line ends.
 
     Raises:
         DataError: the file cannot be read, is not UTF-8, or a line is too long.
@@ -94,13 +94,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(path: Path) -> Iterator[JsonRow]:
-    """The objects of a jsonl file; blank lines are passed over.
+    """The objects of a jsonl file; skips blank lines.
 
     Raises:
-        DataError: as `read_lines`; or a line is not a JSON object.
+        DataError: as `read_lines`, or a line that is not a JSON object.
     """
     for number, line in read_lines(path):
-        place = f"{path} line {number}"
+        source = f"{path} line {number}"
         if number == 1:
             line = line.removeprefix("\ufeff")
         if not line.strip():
@@ -108,27 +108,27 @@ def read_rows(path: Path) -> Iterator[JsonRow]:
         try:
             values = json.loads(line)
         except RecursionError:
-            raise DataError(f"{place} is nested too deeply.") from None
+            raise DataError(f"{source} is nested too deeply.") from None
         except ValueError as failure:
-            raise DataError(f"{place} is not JSON: {failure}. Write one JSON object per line.") from None
+            raise DataError(f"{source} is not JSON: {failure}. Write one JSON object per line.") from None
         if not isinstance(values, dict):
-            raise DataError(f"{place} must be a JSON object, not {printable(values)}.")
-        yield JsonRow(place, values)
+            raise DataError(f"{source} must be a JSON object, not {printable(values)}.")
+        yield JsonRow(source, values)
 
 
 def read_documents(path: Path, key: str, tokenizer: Tokenizer) -> Iterator[ScoredDocument]:
     """The documents of a file: the lines of a .jsonl, the documents of a token file, or the text of any other file.
 
     Args:
-        key: of the text in a jsonl line.
+        key: key of the text in a jsonl line.
 
     Raises:
-        DataError: the file is missing or damaged, or was made with another tokenizer.
+        DataError: a missing or damaged file, or one made with another tokenizer.
     """
     prefix = token_prefix(path)
     if path.suffix in (".jsonl", ".json"):
         for row in read_rows(path):
-            yield ScoredDocument(row.place, text=row.text(key))
+            yield ScoredDocument(row.source, text=row.text(key))
     elif prefix is not None:
         yield from _token_documents(prefix, tokenizer)
     else:
@@ -136,7 +136,7 @@ def read_documents(path: Path, key: str, tokenizer: Tokenizer) -> Iterator[Score
 
 
 def token_prefix(path: Path) -> str | None:
-    """The prefix of a pair of token files that a path names with or without its ending; None if it names none."""
+    """The prefix of a pair of token files, given with or without ending; None if the path is no such pair."""
     if path.suffix in (".bin", ".idx"):
         return str(path.with_suffix(""))
     is_pair = not path.is_file() and Path(f"{path}.idx").is_file()
@@ -170,8 +170,8 @@ def _whole_text(path: Path) -> str:
     return _decoded(content, str(path)).removeprefix("\ufeff")
 
 
-def _decoded(content: bytes, place: str) -> str:
+def _decoded(content: bytes, source: str) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as failure:
-        raise DataError(f"{place} is not UTF-8 text: {failure.reason} at byte {failure.start}.") from None
+        raise DataError(f"{source} is not UTF-8 text: {failure.reason} at byte {failure.start}.") from None

@@ -19,13 +19,12 @@ from trident.evaluate.scoring import Progress, Query, Score
 class LoadedScorer(NetworkScorer):
     """A `Scorer` of a loaded checkpoint.
 
-    Data-parallel ranks run different batches, and pipeline stages run batch after batch. Logits are computed where a
-    target is predicted and nowhere else. A network that was trained with prefixes attends to a context in both
-    directions.
+    Data-parallel ranks run different batches, and pipeline stages run batch after batch. Logits are computed only at
+    positions that predict a target. A network that was trained with prefixes attends to a context in both directions.
 
     Args:
         loaded: the checkpoint, opened on this rank's mesh.
-        batch_size: queries of full length that a forward pass may have; of shorter ones it has more.
+        batch_size: queries of full length per forward pass; more if they are shorter.
     """
 
     def __init__(self, loaded: LoadedModel, batch_size: int = 8) -> None:
@@ -41,19 +40,19 @@ class LoadedScorer(NetworkScorer):
         return super().score(queries, on_progress)
 
     def rounds(self, queries: Sequence[Query]) -> list[list[list[int]]]:
-        """Batches that depend on the queries alone, one for each data-parallel rank in a round."""
+        """Batches that depend only on the queries, one per data-parallel rank in a round."""
         limit, size = self.model.rotations_fixed_up_to, self.loaded.mesh.batch.size
         batches = plan_batches(queries, self.batch_size * self.loaded.positions, padded_up_to=limit)
         return [batches[first : first + size] for first in range(0, len(batches), size)]
 
     def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
-        """Runs the batch of this rank's replica, if the round has one for it."""
+        """Runs the batch of this rank's replica, if the round has one."""
         rank = self.loaded.mesh.batch.rank
         if rank < len(batches):
             self._score(answers, answers.batch(batches[rank]))
 
     def gathered(self, answers: Answers) -> Answers:
-        """Adds up what the ranks have found."""
+        """Sums the answers of all ranks."""
         for values in (answers.logprobs, answers.predicted):
             all_reduce_sum(torch.from_numpy(values), self.loaded.mesh.control)
         return answers
@@ -71,6 +70,6 @@ class LoadedScorer(NetworkScorer):
         if logits is None:  # a stage before the last
             return
         targets = score_targets(logits, labels, mesh.tp, self.model.vocab_size)
-        if mesh.tp.rank == 0:  # all ranks of the axis have found the same, and one of them reports it
+        if mesh.tp.rank == 0:  # all ranks of the axis have the same scores
             answers.logprobs[batch.indices] = targets.logprobs.double().cpu().numpy()
             answers.predicted[batch.indices] = targets.predicted.cpu().numpy()

@@ -1,4 +1,4 @@
-"""Results of tasks: a table for people, and a file with everything as JSON, complete after each task."""
+"""Results of tasks: a table for the terminal, and a JSON file that is complete after each task."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FORMAT_VERSION = 1
 MOST_BYTES = 1 << 30
 
 NETWORK = "model"
-_ROUNDING = 1e-12  # an error below this part of its figure comes from adding up equal values
+_ROUNDING = 1e-12  # relative error below which a standard error is rounding of equal values
 
 
 @dataclass(frozen=True)
 class EvaluatedTask:
-    """A task that was run: its result, or why there is none."""
+    """The outcome of a task: its result, or its error."""
 
     title: str
     result: TaskResult | None = None
@@ -33,20 +33,20 @@ class EvaluatedTask:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """What the file holds about it."""
+        """The outcome's entry in the file."""
         if self.result is None:
             return {"name": self.title, "failure": self.failure}
         return {**asdict(self.result), "seconds": round(self.seconds, 3)}
 
 
 def write_results(path: Path, about: Mapping[str, Any], outcomes: Sequence[EvaluatedTask]) -> None:
-    """Writes the file, over an older one.
+    """Writes the file, replacing an older one.
 
     Args:
-        about: what was evaluated and how: checkpoint, tokenizer, layout, seed, limit.
+        about: facts on the evaluation: checkpoint, tokenizer, layout, seed, limit.
 
     Raises:
-        StorageError: the file system refused; an older file is as it was.
+        StorageError: the file cannot be written; an older file is unchanged.
     """
     tree = {
         "format": FORMAT,
@@ -60,10 +60,10 @@ def write_results(path: Path, about: Mapping[str, Any], outcomes: Sequence[Evalu
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """A file that `write_results` wrote.
+    """Reads a file of `write_results`.
 
     Raises:
-        DataError: it cannot be read or is something else.
+        DataError: the file cannot be read, or is not a results file.
     """
     try:
         tree = read_plain_json(path, MOST_BYTES, MOST_BYTES // 8)
@@ -75,7 +75,7 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def _without_infinities(value: Any) -> Any:
-    """JSON has no word for infinities and not-a-number: they become texts."""
+    """Converts infinities and NaN to texts, since JSON lacks them."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -86,7 +86,7 @@ def _without_infinities(value: Any) -> Any:
 
 
 def result_lines(result: TaskResult) -> Iterator[str]:
-    """A table with a row for each baseline and the network and a column for each figure, then the mistakes."""
+    """A table with a row for each baseline and the network and a column for each metric, then the mistakes."""
     about = "; ".join([f"{result.count} {'item' if result.count == 1 else 'items'}", *result.notes])
     yield f"{result.name} ({result.kind}; {about})"
     metrics = list(result.figures)
@@ -99,9 +99,9 @@ def result_lines(result: TaskResult) -> Iterator[str]:
         cells = [row[0].ljust(widths[0]), *(text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
         yield ("  " + "   ".join(cells)).rstrip()
     for mistake in result.wrong:
-        yield f"  wrong at {printable(mistake.place, quoted=False)}"
+        yield f"  wrong at {printable(mistake.source, quoted=False)}"
         yield f"    after {printable(mistake.context[-80:])}"
-        yield f"    it is {printable(mistake.expected)}, predicted was {printable(mistake.predicted)}"
+        yield f"    expected {printable(mistake.expected)}, predicted {printable(mistake.predicted)}"
 
 
 def _cell(metric: str, figures: Mapping[str, float], errors: Mapping[str, float]) -> str:

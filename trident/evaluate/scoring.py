@@ -1,4 +1,4 @@
-"""What is asked of a network in evaluation: the log-probability of some tokens after others."""
+"""The queries of an evaluation: log-probabilities of tokens given the tokens before them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.prompts import encode_continuation
 from megatron.tokenizers.tokenizer import Tokenizer
 
-Progress = Callable[[int, int], None]  # called with the queries scored so far, and all of them
+Progress = Callable[[int, int], None]  # called with the number of scored queries and their total
 
 
 @dataclass(frozen=True)
 class Query:
-    """A text, and from which token on its tokens are scored.
+    """A text, and the index from which on its tokens are scored.
 
     Args:
-        tokens: the ids of context and targets.
+        tokens: ids of context and targets.
         first_target: index of the first target: `tokens[first_target:]` are scored, each given all tokens before it.
-            At least 1, because the first token has nothing before it that could predict it.
+            At least 1, because nothing predicts the first token.
 
     Raises:
-        ConfigError: there is no target, or no token before the first one.
+        ConfigError: no target, or no token before the first one.
     """
 
     tokens: tuple[int, ...]
@@ -32,8 +32,8 @@ class Query:
     def __post_init__(self) -> None:
         if not 1 <= self.first_target < len(self.tokens):
             raise ConfigError(
-                f"first_target {self.first_target} is not a target of a query of {len(self.tokens)} tokens: there must "
-                "be a token before it and one from it on. Put the end-of-document token before a text without context."
+                f"first_target {self.first_target} is out of range for a query of {len(self.tokens)} tokens: it needs "
+                "a token before it and a target. Put the end-of-document token before a text without context."
             )
 
     @property
@@ -48,8 +48,8 @@ class Score:
     Attributes:
         logprob: sum of the log-probabilities of the targets, in nats.
         tokens: number of targets.
-        is_greedy: whether each target is the most probable token at its place.
-        predicted: the most probable token at the place of each target, given the true tokens before it.
+        is_greedy: True if each target is the most probable token at its position.
+        predicted: the most probable token at the position of each target, given the true tokens before it.
     """
 
     logprob: float
@@ -63,7 +63,7 @@ class Scorer(Protocol):
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a query: one more than the network has positions, as the last token is only a target."""
+        """Most tokens of a query: one more than the network has positions, as the last token is only a target."""
 
     def score(self, queries: Sequence[Query], on_progress: Progress | None = None) -> list[Score]:
         """The scores of queries, in their order.
@@ -76,7 +76,7 @@ class Scorer(Protocol):
 
 
 def check_queries(queries: Sequence[Query], max_length: int, vocab_size: int) -> None:
-    """Checks that a network can answer all queries.
+    """Checks that a network can score all queries.
 
     Raises:
         DataError: a query is too long, or has a token that the network does not know.
@@ -85,8 +85,8 @@ def check_queries(queries: Sequence[Query], max_length: int, vocab_size: int) ->
         if len(query.tokens) > max_length:
             raise DataError(
                 f"query {number} has {len(query.tokens)} tokens, and the network has {max_length - 1} positions "
-                f"(--max-position-embeddings {max_length - 1}), so a query has at most {max_length} tokens, the last "
-                "of which is only a target. Drop the first tokens of its context, or score it in several windows."
+                f"(--max-position-embeddings {max_length - 1}), so a query may have at most {max_length} tokens. Drop "
+                "the first tokens of its context, or score it in several windows."
             )
         unknown = next((token for token in query.tokens if not 0 <= token < vocab_size), None)
         if unknown is not None:
@@ -96,39 +96,39 @@ def check_queries(queries: Sequence[Query], max_length: int, vocab_size: int) ->
             )
 
 
-def continuation_query(tokenizer: Tokenizer, context: str, continuation: str, max_length: int, place: str) -> Query:
-    """Asks for the probability of a continuation, whose tokens `encode_continuation` gives.
+def continuation_query(tokenizer: Tokenizer, context: str, continuation: str, max_length: int, source: str) -> Query:
+    """The query for a continuation, tokenized by `encode_continuation`.
 
-    A context that is too long loses its first tokens.
+    A context that is too long is truncated at its start.
 
     Args:
-        max_length: the most tokens of a query (`Scorer.max_length`).
-        place: file and line of the item, for messages.
+        max_length: most tokens of a query (`Scorer.max_length`).
+        source: file and line of the item, for messages.
 
     Raises:
-        DataError: the continuation is empty or longer than the network's positions, or nothing stands before it.
+        DataError: the continuation is empty or longer than the network's positions, or has no token before it.
     """
     tokens, first_target = encode_continuation(tokenizer, context, continuation)
-    return bounded_query(tokenizer, tokens, first_target, max_length, place)
+    return bounded_query(tokenizer, tokens, first_target, max_length, source)
 
 
-def bounded_query(tokenizer: Tokenizer, tokens: list[int], first_target: int, max_length: int, place: str) -> Query:
+def bounded_query(tokenizer: Tokenizer, tokens: list[int], first_target: int, max_length: int, source: str) -> Query:
     """A query whose context fits the network.
 
     Raises:
-        DataError: there is no target, more targets than the network has positions, or nothing before the first one.
+        DataError: no target, more targets than the network has positions, or no token before the first one.
     """
     if first_target >= len(tokens):
-        raise DataError(f"{place}: there is no token to predict. Write a text that continues after its context.")
+        raise DataError(f"{source}: there is no token to predict. Give a text that continues after its context.")
     if first_target == 0:
         raise DataError(
-            f"{place}: nothing stands before the tokens to predict, and the tokenizer {tokenizer.name} has no "
-            "end-of-document token to begin with. Write a context."
+            f"{source}: there is no context, and the tokenizer {tokenizer.name} has no "
+            "end-of-document token to start with. Give a context."
         )
     count = len(tokens) - first_target
     if count >= max_length:
         raise DataError(
-            f"{place}: {count} tokens are to be predicted, and the network has {max_length - 1} positions "
+            f"{source}: {count} tokens must be predicted, but the network has {max_length - 1} positions "
             f"(--max-position-embeddings {max_length - 1}). Shorten the text."
         )
     dropped = max(len(tokens) - max_length, 0)

@@ -1,8 +1,8 @@
-"""Whether one checkpoint is better than another on the same items, or only luckier.
+"""Significance of the difference between two checkpoints on the same items.
 
-The two sets of results are paired by item, which removes what makes items easy or hard for both. Metrics of 0 and 1
-are tested exactly, by the items that only one of the two answered correctly; all others by random changes of sign. The
-interval of a difference comes from drawing items with replacement. Every draw depends on the seed alone.
+Results are paired by item, which removes the variance of items that are easy or hard for both. Binary metrics are
+tested exactly, by the items that only one checkpoint answered correctly; all others by random sign changes. The
+interval of a difference comes from bootstrap resampling of items. All draws depend only on the seed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Resampling:
-    """How intervals and tests are drawn.
+    """The settings of intervals and tests.
 
     Args:
         draws: number of resamples of the items, and of random signs.
-        confidence: share of the resamples that the interval holds.
+        confidence: share of the resamples in the interval.
     """
 
     draws: int = 10_000
@@ -47,8 +47,8 @@ class MetricDifference:
         adjusted_p_value: the same, corrected for the number of metrics that are compared at once.
         test: "McNemar" or "signs".
         items: number of items.
-        only_first, only_second: of a metric of 0 and 1, items that only one of the two answered correctly; else items
-            on which it was better.
+        only_first, only_second: number of items that only one of the two answered correctly, for a binary metric;
+            otherwise of items on which it was better.
     """
 
     task: str
@@ -70,7 +70,7 @@ class MetricDifference:
         return self.second - self.first
 
     def verdict(self, level: float) -> str:
-        """What can be said at a significance level: that one of the two is better, or nothing."""
+        """The conclusion at a significance level: one of the two is better, or no difference is shown."""
         if self.adjusted_p_value > level or self.difference == 0:
             return "no difference shown"
         return "B is better" if (self.difference < 0) == (self.metric in LOWER_IS_BETTER) else "A is better"
@@ -82,10 +82,10 @@ def compare_results(
     """Compares the tasks that two files of results have in common, in the order of the first.
 
     Args:
-        first, second: what `read_results` returned.
+        first, second: results of `read_results`.
 
     Raises:
-        DataError: they have no task in common, or a task was not run on the same items in both.
+        DataError: no common task, or a task that was run on different items.
     """
     others = {_name(task): task for task in _tasks(second)}
     pairs = [(task, others[_name(task)]) for task in _tasks(first) if _name(task) in others]
@@ -100,7 +100,7 @@ def compare_results(
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p-value of two sorts of disagreement that are equally probable.
+    """The exact two-sided p-value of two kinds of disagreement that are equally probable.
 
     Source: McNemar, "Note on the sampling error of the difference between correlated proportions", 1947; in its exact,
     binomial form.
@@ -146,14 +146,14 @@ def bootstrap_interval(differences: np.ndarray, weights: np.ndarray, resampling:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected for their number, so that the chance of any false finding stays below the level.
+    """P-values corrected for their number, which keeps the family-wise error rate below the level.
 
     Source: Holm, "A simple sequentially rejective multiple test procedure", 1979.
     """
     adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
-        largest = max(largest, min(1.0, p_values[place] * (len(p_values) - rank)))
-        adjusted[place] = largest
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        largest = max(largest, min(1.0, p_values[index] * (len(p_values) - rank)))
+        adjusted[index] = largest
     return adjusted
 
 
@@ -172,7 +172,7 @@ def comparison_lines(differences: Sequence[MetricDifference], resampling: Resamp
 
 
 def _tasks(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The tasks that have items; one that failed has none."""
+    """The tasks with items, so without failed ones."""
     return [
         task
         for task in results.get("tasks", [])
@@ -207,17 +207,17 @@ def _compared(
 
 
 def _check_same_items(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
-    """Checks that both results have the same items in the same order; the folder of a file does not matter."""
-    places = [[str(item.get("item", "")).rpartition("/")[2] for item in items] for items in (first, second)]
+    """Checks that both results have the same items in the same order, ignoring the folders of files."""
+    names = [[str(item.get("item", "")).rpartition("/")[2] for item in items] for items in (first, second)]
     if len(first) != len(second):
         raise DataError(
             f"The task {name} has {len(first)} items in one result and {len(second)} in the other. Run both "
             "with the same data and the same --limit."
         )
-    for one, other in zip(*places, strict=True):
+    for one, other in zip(*names, strict=True):
         if one != other:
             raise DataError(
-                f"The task {name} has the item {printable(one)} in one result where the other has "
+                f"The task {name} has the item {printable(one)} in one result, and in its position the other has "
                 f"{printable(other)}. Run both on the same data."
             )
 
@@ -260,7 +260,7 @@ def _difference(
 
 
 def _chunks(draws: int, items: int) -> Iterator[int]:
-    """How many draws are made at once, so that memory stays bounded."""
+    """Splits the draws into chunks of bounded memory."""
     most = max(1, _DRAWN_AT_ONCE // max(1, items))
     for first in range(0, draws, most):
         yield min(most, draws - first)

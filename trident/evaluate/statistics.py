@@ -1,7 +1,7 @@
 """Means with standard errors.
 
-Items are taken as independent draws, so an error says how far the figure would move with another sample of the same
-size. The error of a single item is None, since one item says nothing about others.
+Items are treated as independent draws, so an error estimates the variation over samples of the same size. The error of
+a single item is None.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LARGEST_EXPONENT = 700.0  # a larger one overflows a double
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its standard error, None where it cannot be estimated."""
+    """A value and its standard error; None if that cannot be estimated."""
 
     value: float
     error: float | None
@@ -36,7 +36,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimate:
-    """The sum of the numerators over the sum of the denominators: nats per token, say, with documents as items.
+    """The sum of the numerators over the sum of the denominators, such as nats per token with documents as items.
 
     Source: Cochran, "Sampling Techniques", 3rd edition, 1977, section 2.11 (variance of a ratio, linearised).
     """
@@ -50,7 +50,7 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
 
 
 def exponential(estimate: Estimate, factor: float = 1.0) -> Estimate:
-    """exp(factor x value), with the error that the delta method gives: a perplexity from a loss."""
+    """exp(factor x value), with the error of the delta method: a perplexity from a loss."""
     value = math.exp(min(factor * estimate.value, _LARGEST_EXPONENT))
     return Estimate(value, None if estimate.error is None else value * factor * estimate.error)
 

@@ -1,4 +1,4 @@
-"""Runs tasks one after the other, with their progress; one that fails does not take the others' results with it."""
+"""Runs tasks one after the other and shows their progress; a failing task does not affect the others."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def run_tasks(
     *,
     shows_progress: bool = True,
 ) -> Iterator[tuple[EvaluatedTask, MegatronError | None]]:
-    """The outcome of each task as soon as it is known, with the error of a task that failed.
+    """Yields the outcome of each task as soon as it is available, with the error of a failed task.
 
     Args:
-        shows_progress: for one rank only.
+        shows_progress: True on one rank only.
 
     Raises:
-        PeerLostError: another rank is gone, so no other task can run.
+        PeerLostError: another rank ended, so no other task can run.
     """
     for task in tasks:
         started_at = time.monotonic()
@@ -56,10 +56,10 @@ def run_tasks(
 
 
 class EvaluationProgress(ProgressDisplay):
-    """A `Progress` of one task.
+    """The `Progress` display of one task.
 
     Args:
-        title: of the task.
+        title: title of the task.
         write_line, draw_bar, clock: see `ProgressDisplay`.
     """
 
@@ -74,7 +74,7 @@ class EvaluationProgress(ProgressDisplay):
         self._title = title
 
     def __call__(self, done: int, total: int) -> None:
-        """Shows the state if it is time."""
+        """Shows the state if an update is due."""
         if self.is_due():
             settings = {"ncols": _COLUMNS, "prefix": self._title, "unit": " queries", "ascii": True}
             self.show(tqdm.format_meter(done, total, self.seconds, **settings))

@@ -129,8 +129,8 @@ class Supervisor:
         try:
             yield
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            for number, action in previous.items():
+                signal.signal(number, action)
 
 
 def combined_code(codes: Iterable[int]) -> int:

@@ -89,13 +89,13 @@ def _peak(name: str) -> float:
     return peak_flops_per_second(name, is_half_precision=True, given_teraflops=None) or 0.0
 
 
-def _device(name: str, words: str, gib: float, bandwidth: float, source: str) -> Device:
-    """A device whose shares are those of the H100, in lack of measurements."""
-    return Device(name, gib * _GIB, _peak(words), *_SHARES, bandwidth, *_TRAFFIC, source)
+def _device(name: str, product: str, gib: float, bandwidth: float, source: str) -> Device:
+    """A device with the H100's measured shares."""
+    return Device(name, gib * _GIB, _peak(product), *_SHARES, bandwidth, *_TRAFFIC, source)
 
 
-# Fitted by `benchmarks/gpu/constants.py` to five training steps on one H100 (docs/scaling.md has them beside what the
-# model gives for them); where products and attention are half as fast, to six steps at commit 4f3e6bb8.
+# Fitted by `benchmarks/gpu/constants.py` to five training steps on one H100 (docs/scaling.md compares them with the
+# model); the saturations to six steps at commit 4f3e6bb8.
 _SHARES = (0.80, 160.0, 0.55, (1000.0, 22.0))
 _TRAFFIC = (0.585, 2.5e-3, 19.7e-3)
 _H100 = "NVIDIA H100 80GB HBM3, measured 2026-11-22 and 2026-11-23; peak by NVIDIA's data sheet"

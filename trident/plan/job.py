@@ -28,7 +28,7 @@ from trident.plan.layouts import Layout, blocks_of_chunks
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters on a rank: dense ones, replicated on all data-parallel ranks, and those of its experts."""
+    """Parameters on a rank: dense ones, replicated on all data-parallel ranks, and its experts'."""
 
     dense: int
     experts: int = 0
@@ -117,6 +117,7 @@ class Job:
         return (*chunks[:-1], range(chunks[-1].start, len(self._block_flops))), ranks
 
     def stage(self, placement: Placement, rank: int) -> Stage:
+        """The stage of a pipeline rank."""
         (chunks, _), local = self.chunks(placement), placement.chunks_of(rank)
         return Stage([block for chunk in local for block in chunks[chunk]], 0 in local, len(chunks) - 1 in local)
 

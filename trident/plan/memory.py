@@ -26,7 +26,7 @@ class Memory:
 
     Attributes:
         weights: model weights.
-        gradients: accumulated gradients, and those of a backward pass that are not yet accumulated.
+        gradients: accumulated gradients, and gradients of a backward pass before their accumulation.
         held_gradients: accumulated gradients.
         optimizer: master weights, moments and averaged weights, unless offloaded.
         activations: activations stored for the backward passes of all micro-batches in flight.

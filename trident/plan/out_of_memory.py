@@ -42,7 +42,7 @@ def explained_memory(argv: Sequence[str], request: RunRequest) -> Iterator[None]
 
 
 def _advice(argv: Sequence[str], request: RunRequest) -> Iterator[str]:
-    words, _ = read_plan_request(argv, request.program)
+    arguments, _ = read_plan_request(argv, request.program)
     ranks = launched_ranks(request.parallel.local_rank)
     cluster = cluster_of(request, ranks.world_size)
     name = device.device_name().lower()
@@ -54,7 +54,7 @@ def _advice(argv: Sequence[str], request: RunRequest) -> Iterator[str]:
     cluster = dataclasses.replace(
         cluster, device=dataclasses.replace(known, memory_bytes=capacity), devices=ranks.world_size
     )
-    present, other = next_fitting(words, request, cluster)
+    present, other = next_fitting(arguments, request, cluster)
     yield f"Estimate for this layout ({present.layout}):"
     yield from (line.strip() + "." for line in memory_lines(present))
     if other is None:

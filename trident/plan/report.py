@@ -26,7 +26,7 @@ def plan_lines(
 
     Args:
         problems: validates the flags of a layout.
-        command: the command line to which the flags of the layout are appended.
+        command: the printed command line; the flags of the layout are appended.
         train_tokens: the length of training, if known.
         price: of a device hour, if known.
     """
@@ -46,6 +46,7 @@ def plan_lines(
 
 
 def title(job: Job) -> str:
+    """Formats the network, its batch and its devices."""
     cluster = job.cluster
     return (
         f"{short_count(job.parameters)} parameters, {job.global_batch:,} samples of {job.sequence_length:,} tokens a "
@@ -55,6 +56,7 @@ def title(job: Job) -> str:
 
 
 def table_lines(estimates: Sequence[LayoutEstimate]) -> Iterator[str]:
+    """Formats a line per layout."""
     yield f"{'tokens/s':>12} {'MFU':>6} {'step s':>8} {'GiB':>6} {'idle':>6}  layout"
     for each in estimates:
         yield (

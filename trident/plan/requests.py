@@ -58,9 +58,9 @@ _FIXED = {
     "recompute.checkpoint_activations": "recompute",
 }
 _VIRTUAL = "--virtual-pipeline-model-parallel-size"
-# Flags that would contradict those of a layout: of sequences, and of pipelines.
-_SEQUENCE_WORDS = frozenset({"parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"})
-_PIPELINE_WORDS = frozenset(
+# Other flags of sequences and of pipelines, which would contradict a layout.
+_SEQUENCE_FLAGS = frozenset({"parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"})
+_PIPELINE_FLAGS = frozenset(
     {
         "parallel.pipeline_schedule",
         "parallel.enable_zbh1_pipeline",
@@ -86,9 +86,9 @@ def read_plan_request(argv: Sequence[str], program: Program = NO_PROGRAM) -> tup
         for option, value in placeholders.items()
         if any(sentence.startswith(option) and " required" in sentence for sentence in draft.problems)
     }
-    words = [*argv, *(word for pair in missing.items() for word in pair)]
-    request = read_flags(words, program=program).request()
-    return words, dataclasses.replace(request, provenance=draft.run.provenance)
+    arguments = [*argv, *(part for pair in missing.items() for part in pair)]
+    request = read_flags(arguments, program=program).request()
+    return arguments, dataclasses.replace(request, provenance=draft.run.provenance)
 
 
 def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
@@ -113,7 +113,7 @@ def cluster_of(request: RunRequest, devices: int | None = None) -> Cluster:
 
 
 def job_of(request: RunRequest, cluster: Cluster) -> Job:
-    """The job of a request. The default global batch is one micro-batch per device, or that of a schedule file.
+    """The job of a request. The default global batch is one micro-batch per device, or set by a schedule file.
 
     Raises:
         ConfigError: the request cannot be resolved.
@@ -190,13 +190,13 @@ def layout_of(request: RunRequest, devices: int) -> Layout:
     )
 
 
-def layout_problems(words: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
+def layout_problems(arguments: Sequence[str], devices: int, program: Program) -> Callable[[Layout], Sequence[str]]:
     """Returns a function that validates the flags of a layout in a command line."""
 
     @cache
     def problems(layout: Layout) -> Sequence[str]:
         # A single chunk too: it overrides the command line.
-        draft = read_flags([*words, *layout.flags(), _VIRTUAL, str(layout.chunks)], program=program)
+        draft = read_flags([*arguments, *layout.flags(), _VIRTUAL, str(layout.chunks)], program=program)
         return draft.problems or world_problems(draft.request(), devices) or _file_problems(layout)
 
     return problems
@@ -212,16 +212,16 @@ def _file_problems(layout: Layout) -> Sequence[str]:
     return ()
 
 
-def without_fields(words: Sequence[str], fields: frozenset[str]) -> list[str]:
+def without_fields(arguments: Sequence[str], fields: frozenset[str]) -> list[str]:
     """A command line without the flags that set these fields ("section.field")."""
-    return [word for written, meant in flags_with_fields(words) if not meant & fields for word in written]
+    return [part for written, meant in flags_with_fields(arguments) if not meant & fields for part in written]
 
 
-def plan_request(words: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
+def plan_request(arguments: Sequence[str], request: RunRequest) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
     """The plan of a command line, with the given layout flags fixed; see `read_plan_request`."""
     cluster = cluster_of(request)
-    words = without_fields(words, _SEQUENCE_WORDS)
-    job, problems = job_of(request, cluster), layout_problems(words, cluster.devices, request.program)
+    arguments = without_fields(arguments, _SEQUENCE_FLAGS)
+    job, problems = job_of(request, cluster), layout_problems(arguments, cluster.devices, request.program)
     requested = layout_of(request, cluster.devices)
     given = [field for field in _FIXED if request.provenance.get(field) == GIVEN]
     fixed = {_FIXED[field]: getattr(requested, _FIXED[field]) for field in given}
@@ -266,12 +266,12 @@ def _otherwise_fixed(request: RunRequest, requested: Layout, fixed: Mapping[str,
 
 
 def _fastest(
-    words: Sequence[str], request: RunRequest, job: Job, count: int = 10, below_bytes: float | None = None
+    arguments: Sequence[str], request: RunRequest, job: Job, count: int = 10, below_bytes: float | None = None
 ) -> tuple[LayoutPlan, Callable[[Layout], Sequence[str]]]:
     """The plan of a command line, with only the attributes of a schedule file fixed."""
-    words = without_fields(words, _SEQUENCE_WORDS | _PIPELINE_WORDS)
-    problems = layout_problems(words, job.cluster.devices, request.program)
-    free = read_flags(words, program=request.program).unchecked()
+    arguments = without_fields(arguments, _SEQUENCE_FLAGS | _PIPELINE_FLAGS)
+    problems = layout_problems(arguments, job.cluster.devices, request.program)
+    free = read_flags(arguments, program=request.program).unchecked()
     fixed = _otherwise_fixed(free, layout_of(free, job.cluster.devices), {})
     return search(job, problems, fixed, count, below_bytes), problems
 
@@ -280,15 +280,15 @@ def request_lines(argv: Sequence[str], command: Sequence[str]) -> Iterator[str]:
     """Formats the plan of a command line, with its layout flags fixed.
 
     Args:
-        command: program and flags of the printed command, to which the layout is appended.
+        command: program and flags of the printed command; the layout is appended.
 
     Raises:
         ConfigError: all problems of the command line.
     """
-    words, request = read_plan_request(argv)
-    plan, problems = plan_request(words, request)
+    arguments, request = read_plan_request(argv)
+    plan, problems = plan_request(arguments, request)
     tokens, price = request.optim.train_tokens, request.planning.device_hour_price
-    command = [command[0], *without_fields(command[1:], _SEQUENCE_WORDS)]
+    command = [command[0], *without_fields(command[1:], _SEQUENCE_FLAGS)]
     yield from plan_lines(plan, problems, command, tokens, price)
 
 
@@ -301,28 +301,28 @@ def command_lines(argv: Sequence[str], program: Program, devices: int, command: 
     Raises:
         ConfigError: all problems of the command line.
     """
-    words, request = read_plan_request(argv, program)
+    arguments, request = read_plan_request(argv, program)
     cluster = cluster_of(request, devices)
     layout = layout_of(request, cluster.devices)
     mismatches = world_problems(request, cluster.devices) or _file_problems(layout)
     if mismatches:
         raise ConfigError(mismatches)
     job = dataclasses.replace(job_of(request, cluster), global_batch=layout.global_batch)
-    present, (plan, problems) = estimate(job, layout), _fastest(words, request, job)
+    present, (plan, problems) = estimate(job, layout), _fastest(arguments, request, job)
     tokens, price = request.optim.train_tokens, request.planning.device_hour_price
     yield f"this command, {'which fits' if present.fits else 'which does not fit'}:"
     yield from detail_lines(present, tokens, price)
     yield ""
-    command = [command[0], *without_fields(command[1:], _SEQUENCE_WORDS | _PIPELINE_WORDS)]
+    command = [command[0], *without_fields(command[1:], _SEQUENCE_FLAGS | _PIPELINE_FLAGS)]
     yield from plan_lines(plan, problems, command, tokens, price)
 
 
 def next_fitting(
-    words: Sequence[str], request: RunRequest, cluster: Cluster
+    arguments: Sequence[str], request: RunRequest, cluster: Cluster
 ) -> tuple[LayoutEstimate, LayoutEstimate | None]:
     """The estimate of a run, and the best layout that takes less memory and fits."""
     job, layout = job_of(request, cluster), layout_of(request, cluster.devices)
     job = dataclasses.replace(job, global_batch=layout.global_batch)
     present = estimate(job, layout)
-    plan, _ = _fastest(words, request, job, count=1, below_bytes=present.memory.total)
+    plan, _ = _fastest(arguments, request, job, count=1, below_bytes=present.memory.total)
     return present, next(iter(plan.best), None)

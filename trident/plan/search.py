@@ -56,6 +56,7 @@ class LayoutEstimate:
 
 
 def estimate(job: Job, layout: Layout) -> LayoutEstimate:
+    """Estimates a layout."""
     return LayoutEstimate(job, layout, memory_of(job, layout))
 
 

@@ -10,7 +10,7 @@ namespace megatron::activation {
 namespace {
 
 // A row is taken a tile at a time: elements become float32 (or float64) in a buffer that stays in the nearest cache, the
-// function is applied there, and the result is converted back. So each function is compiled once and not once for each
+// function is applied there, and the result is converted back. So each function is compiled once instead of once per
 // dtype, and float32 without a bias is read and written in place.
 constexpr int64_t kTile = 1024;
 
@@ -38,7 +38,7 @@ MEGATRON_CLONES void add(Real* sums, const Real* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) sums[i] += values[i];
 }
 
-// The loops of a function. A plain unit has a gate only; float64 is for checking gradients and has no clones.
+// The loops of a function. A plain unit has only a gate; float64 is for gradient checks and has no clones.
 template <typename Function, typename Real>
 MEGATRON_HOST_DEVICE void value_loop(Real* y, const Real* gate, const Real* up, int64_t count) {
   if (up == nullptr) {
@@ -129,7 +129,7 @@ class Tile {
   alignas(64) Wide<T> buffer_[kTile];
 };
 
-// What every row of a call shares.
+// Arguments shared by all rows of a call.
 template <typename T>
 struct Row {
   const Loops<Wide<T>>& loops;
@@ -184,7 +184,7 @@ struct Call {
 
   int64_t input_columns() const { return gated ? 2 * columns : columns; }
 
-  // Without a bias, columns do not matter: rows short or few are then as good as rows of any length.
+  // Without a bias, the tensor can be reshaped to rows of any length.
   Call folded() const {
     constexpr int64_t kColumns = 1024;
     Call call = *this;

@@ -11,7 +11,7 @@ using megatron::ActivationFunction;
 
 constexpr int kRowsPerThread = 4;  // without a sum over rows; more blocks are better for small tensors
 
-// What all blocks share.
+// Arguments shared by all blocks.
 struct Call {
   int64_t rows, columns;
   ActivationFunction function;
@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kTileThreads, kGated ? 4 : 6)
   }
 }
 
-// Block row `y` of the grid takes `rows_each` rows, then others at the grid's distance; with a bias, each such part of the
-// rows has its row of `parts`.
+// Block row `y` takes `rows_each` rows, striding over the grid; with a bias, each such part of the
+// rows has a row of `parts`.
 template <typename T, bool kGated>
 __global__ void __launch_bounds__(kTileThreads, kGated ? 3 : 4)
     backward(T* __restrict__ dx, float* __restrict__ parts, const T* __restrict__ dy, const T* __restrict__ x,

@@ -18,7 +18,7 @@ MEGATRON_HOST_DEVICE float reciprocal_of(float x) {
 }
 MEGATRON_HOST_DEVICE double reciprocal_of(double x) { return 1.0 / x; }
 
-// What an activation is at a point, and its derivative there. What a caller does not use costs nothing.
+// Value and derivative of an activation at a point; the compiler removes the unused one.
 template <typename Real>
 struct Evaluated {
   Real value, derivative;
@@ -97,7 +97,7 @@ struct Silu {
   }
 };
 
-// Not-a-numbers pass through.
+// NaNs pass through.
 struct Relu {
   template <typename Real>
   static MEGATRON_HOST_DEVICE Evaluated<Real> at(Real x) {

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
                    const float* __restrict__ device_factor, const float* __restrict__ device_rate,
                    const float* __restrict__ skip) {
   __shared__ AdamWStep step;
-  if (skip != nullptr && *skip != 0.0f) return;  // all threads of all blocks alike
+  if (skip != nullptr && *skip != 0.0f) return;  // uniform over all threads
   const Chunk chunk = chunk_of(table, blockIdx.x);
   if (threadIdx.x == 0) {
     if (device_rate != nullptr) optimizer.learning_rate = *device_rate;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// A launch of its own, since blocks of the other read the steps.
+// A separate launch, since the blocks of the other one read the steps.
 __global__ void __launch_bounds__(kThreads)
     count_steps(TensorTable table, const float* __restrict__ skip) {
   if (skip != nullptr && *skip != 0.0f) return;

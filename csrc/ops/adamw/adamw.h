@@ -10,7 +10,7 @@ struct AdamW {
   double learning_rate, beta1, beta2, epsilon, weight_decay;
 };
 
-// What all elements of a tensor share in a step.
+// Values shared by all elements of a tensor in a step.
 struct AdamWStep {
   float decay;             // factor of the weight
   float beta1, rest1;      // rest1 = 1 - beta1

@@ -1,5 +1,5 @@
-// What the gradients of operations share; only `autograd.cpp` files include it. They are autograd functions in C++,
-// since one in Python costs the host more than a small operation itself.
+// Common code of the operations' gradients; only `autograd.cpp` files include it. They are autograd functions in C++,
+// since a Python one costs the host more than a small operation itself.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -17,13 +17,13 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptionalTensor = std::optional<at::Tensor>;
 
-// An operation by its name and C++ signature.
+// Finds an operation by name and C++ signature.
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> operation(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Calls an operation past autograd.
+// Calls an operation below autograd.
 template <typename Signature, typename... Arguments>
 auto call_below(const c10::TypedOperatorHandle<Signature>& operation, const Arguments&... arguments) {
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -33,13 +33,13 @@ auto call_below(const c10::TypedOperatorHandle<Signature>& operation, const Argu
 inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
 inline bool requires_grad(const OptionalTensor& tensor) { return tensor.has_value() && tensor->requires_grad(); }
 
-// Whether a result of these tensors has a gradient.
+// True if a result of these tensors requires a gradient.
 template <typename... Tensors>
 bool needs_gradient(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
-// Refuses derivatives of gradients, which no backward pass here has.
+// Rejects second derivatives, which are not implemented.
 inline void check_first_derivative(const char* operations, const char* kernels) {
   TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(), "The compiled ", operations,
                               " have first derivatives only. For derivatives of gradients use --kernels ", kernels,

@@ -1,11 +1,11 @@
-// Sums over rows, such as the gradient of a bias: how rows are divided into parts, each with a partial sum of its own.
+// Sums over rows, such as the gradient of a bias: the division of rows into parts with partial sums.
 #pragma once
 
 #include "base/portable.h"
 
 namespace megatron {
 
-// Rows that share a partial sum. It depends on the number of rows only, so sums do not depend on the number of threads or
+// Rows per partial sum. Depends only on the number of rows, so sums do not depend on the number of threads or
 // on the size of a GPU.
 MEGATRON_HOST_DEVICE int64_t rows_per_part(int64_t rows) {
   constexpr int64_t kFewest = 64, kMostParts = 1024;

@@ -1,5 +1,5 @@
-// What kernels share; only `.cu` files include it. Compiled by nvcc it is CUDA, with MEGATRON_SIMT it is the emulator of
-// the emulator (`csrc/emulator`), which executes the same source on a CPU.
+// Common code of kernels; only `.cu` files include it. With nvcc this is CUDA, with MEGATRON_SIMT the emulator
+// (`csrc/emulator`), which executes the same source on a CPU.
 #pragma once
 
 #include "base/portable.h"
@@ -54,8 +54,8 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
   return __float2bfloat16_rn(value);
 }
 
-// 2^x within 2 units in the last place, and 1 / x within 1, by one instruction each; subnormal numbers count as 0. For
-// what is rounded to half precision afterwards.
+// 2^x within 2 ulp, and 1 / x within 1 ulp, by one instruction each; subnormal numbers count as 0. For values that are
+// rounded to half precision afterwards.
 __device__ __forceinline__ float fast_exp2(float x) {
 #if defined(MEGATRON_SIMT)
   return exp2f(x);
@@ -90,7 +90,7 @@ __device__ __forceinline__ Packet<T> load_packet(const T* from) {
   return packet;
 }
 
-// To global memory. By the intrinsic, since nvcc splits an assignment in four where the packet's parts are computed.
+// To global memory. An intrinsic, since nvcc splits an assignment in four if the packet's parts are computed.
 template <typename T>
 __device__ __forceinline__ void store_packet(T* to, const Packet<T>& packet) {
   uint4 bits;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_packet(T* to, const Packet<T>& packet) {
   __stwb(reinterpret_cast<uint4*>(to), bits);
 }
 
-// Has the compiler hold a packet as it is: it would hold values that are converted twice in float32, in twice the registers.
+// Keeps a packet in its type: the compiler would keep values that are converted twice as float32, in twice the registers.
 __device__ __forceinline__ void keep_packed(unsigned (&words)[4]) {
 #if defined(MEGATRON_SIMT)
   static_cast<void>(words);
@@ -121,7 +121,7 @@ __device__ __forceinline__ int64_t elements_to_alignment(const T* row, int64_t c
   return head < count ? head : count;
 }
 
-// Whether several rows have their 16-byte boundaries at the same elements.
+// True if all rows have their 16-byte boundaries at the same elements.
 template <typename T, typename U>
 __device__ __forceinline__ bool share_alignment(const T* one, const U* other) {
   return sizeof(T) == sizeof(U) &&
@@ -170,7 +170,7 @@ int with_type(int dtype, Body body) {
 
 inline int64_t blocks_for(int64_t count, int64_t per_block) { return (count + per_block - 1) / per_block; }
 
-constexpr int64_t kMostBlocks = 1 << 16;  // kernels stride over the grid, so more would not help
+constexpr int64_t kMostBlocks = 1 << 16;  // kernels stride over the grid, so that more would not help
 
 inline unsigned grid_size(int64_t count, int64_t per_block) {
   const int64_t blocks = blocks_for(count, per_block);

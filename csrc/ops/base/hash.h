@@ -24,21 +24,21 @@ MEGATRON_HOST_DEVICE uint32_t mix_32(uint32_t state) {
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ull;  // 2^64 divided by the golden ratio: splitmix64's increment
 constexpr int32_t kDropoutSteps = 65536;             // probabilities are multiples of 1 / 65536
 
-// What the random bits of a pair of neighbouring columns depend on beside the row.
+// The part of the hash that belongs to a pair of adjacent columns.
 MEGATRON_HOST_DEVICE uint32_t column_hash(int64_t pair, uint64_t column_base) {
   return static_cast<uint32_t>(mix_64((static_cast<uint64_t>(pair) * kGolden) ^ column_base));
 }
 
-// 16 random bits for each of two neighbouring columns, the even one in the low half.
+// 16 random bits for each of two adjacent columns, the even one in the low half.
 MEGATRON_HOST_DEVICE uint32_t pair_bits(uint32_t row, uint32_t column) { return mix_32(row ^ column); }
 
-// Whether an entry is kept, from its 16 bits, which count as a signed number.
+// True if an entry is kept, given its 16 bits as a signed number.
 MEGATRON_HOST_DEVICE bool is_kept(uint32_t bits_16, int32_t threshold) {
   const int32_t number = static_cast<int32_t>(static_cast<int16_t>(static_cast<uint16_t>(bits_16)));
   return threshold < kDropoutSteps && number >= threshold - 32768;
 }
 
-// What kept entries are multiplied by; divided in float64, as Python does.
+// The factor of kept entries; divided in float64, as in Python.
 MEGATRON_HOST_DEVICE float dropout_scale(int32_t threshold) {
   return threshold < kDropoutSteps ? static_cast<float>(65536.0 / (kDropoutSteps - threshold)) : 0.0f;
 }

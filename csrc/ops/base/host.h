@@ -1,5 +1,5 @@
-// What the CPU loops and the bindings share; only `.cpp` files include it. The headers of torch are chosen one by one,
-// since the usual collection takes four times as long to compile.
+// Common code of CPU loops and bindings; only `.cpp` files include it. torch's headers are included one by one,
+// since the umbrella header takes four times as long to compile.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -18,8 +18,8 @@
 
 #include "base/portable.h"
 
-// Row loops are compiled for several instruction sets, and the machine's is chosen when the library is loaded. What such
-// a function calls must be inlined into it, and it is called from the body of a parallel loop, never the other way.
+// Row loops are compiled for several instruction sets; the machine's is selected when the library is loaded. Functions
+// that they call must be inlined, and they must be called from the body of a parallel loop, never the other way.
 #if !defined(MEGATRON_NATIVE) && defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
 #define MEGATRON_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -93,7 +93,7 @@ const T* data_of(const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() ? data_of<T>(*tensor) : nullptr;
 }
 
-// The code by which C launchers know a dtype.
+// The dtype code of the C launchers.
 inline int dtype_code(at::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat: return kFloat32;
@@ -103,7 +103,7 @@ inline int dtype_code(at::ScalarType dtype) {
   }
 }
 
-// Whether a launcher computes what belongs to a tensor. With MEGATRON_SIMT, that is the emulator of the tests, whose GPU is
+// True if a launcher handles a tensor. With MEGATRON_SIMT, the launchers are those of the tests' emulator, whose GPU is
 // the CPU.
 inline bool is_on_gpu(const at::Tensor& tensor) {
 #if defined(MEGATRON_SIMT)
@@ -125,14 +125,14 @@ inline void* stream_of(const at::Tensor& tensor) {
 #endif
 }
 
-// Raises the error of a launch, if it had one.
+// Raises the error of a failed launch.
 inline void check_launch(int error, const char* operation) {
   TORCH_CHECK(error == 0, operation, " failed on the GPU with CUDA error ", error);
 }
 
 constexpr int64_t kElementsPerTask = 1 << 15;
 
-// Rows per task of a parallel loop, so that a task is worth starting.
+// Rows per task of a parallel loop, enough to pay for starting a task.
 inline int64_t rows_per_task(int64_t columns) {
   return std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, columns));
 }

@@ -1,4 +1,4 @@
-// What the arithmetic of an operation may use in all three worlds: CPU loops, CUDA kernels, and CUDA kernels that the
+// Arithmetic for all three targets: CPU loops, CUDA kernels, and CUDA kernels that the
 // tests run on a CPU (MEGATRON_SIMT). Element and row functions are written once, against this header.
 #pragma once
 
@@ -46,7 +46,7 @@ MEGATRON_HOST_DEVICE float erf_of(float x) { return erff(x); }
 
 #else
 
-// exp(x) as fraction * 2^power, without branches, so that a loop of it vectorises.
+// exp(x) as fraction * 2^power, without branches, so that loops vectorize.
 // Source: Cody and Waite, "Software manual for the elementary functions", 1980, chapter 6 (the reduction); the
 // coefficients are those of a minimax fit on [-ln 2 / 2, ln 2 / 2].
 struct ReducedExponential {
@@ -82,7 +82,7 @@ MEGATRON_HOST_DEVICE float exp_in_range(float x) {
   return e.fraction * bit_cast<float>((e.power + 127) << 23);
 }
 
-// tanh(x) within 2 ulp: an odd polynomial near 0, elsewhere by way of exp.
+// tanh(x) within 2 ulp: an odd polynomial near 0, otherwise by exp.
 MEGATRON_HOST_DEVICE float tanh_of(float x) {
   const float size = fabsf(x), square = x * x;
   float p = -0.005672422703355551f;

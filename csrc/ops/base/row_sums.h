@@ -10,8 +10,8 @@
 namespace megatron {
 
 // Calls `run(first, last, sums)` for rows of `[rows, columns]`, in parallel; it adds its rows to `sums`, `[columns]`.
-// Returns the sums over all rows. Few rows are added up one after another before their sum joins that of others, which
-// keeps the sums exact, and always the same ones, which keeps them independent of the number of threads.
+// Returns the sums over all rows. Short runs of rows are summed first and then combined, which
+// keeps the sums accurate; the runs are fixed, which makes them independent of the number of threads.
 template <typename Real, typename Run>
 at::Tensor column_sums(int64_t rows, int64_t columns, const at::TensorOptions& options, const Run& run) {
   constexpr int64_t kRowsPerSum = 16;  // divides rows_per_part

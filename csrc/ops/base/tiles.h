@@ -1,9 +1,9 @@
 // Elementwise kernels over rows of columns: tiles of 32 packets by 8 rows; only `.cu` files include it.
 //
-// A thread meets the same columns in all its rows. So it loads or computes once what belongs to columns (a bias, hashes),
-// and adds up sums over rows (the gradient of a bias) in registers. Where rows begin at 16-byte boundaries, its columns are
-// a packet; elsewhere they are pairs, between which lie those of the other threads of the warp, so that what a warp reads
-// at once lies together.
+// A thread has the same columns in all its rows. So it loads or computes values of columns (a bias, hashes) once,
+// and keeps sums over rows (the gradient of a bias) in registers. If rows begin at 16-byte boundaries, its columns are
+// a packet; otherwise they are pairs, interleaved with those of the other threads of the warp, so that the accesses of
+// a warp are contiguous.
 #pragma once
 
 #include "base/column_sums.h"
@@ -27,7 +27,7 @@ __device__ __forceinline__ void add(Values<T>& to, const Values<T>& values) {
   for (int i = 0; i < Packet<T>::kSize; ++i) to.of[i] += values.of[i];
 }
 
-// A vector with an entry for each column, of a dtype of its own; it may be missing.
+// An optional vector with an entry for each column, in its own dtype.
 struct ColumnVector {
   const void* entries;
   DType dtype;
@@ -49,7 +49,7 @@ struct OwnColumns {
     left = static_cast<int>(columns - tile < kWidth ? columns - tile : kWidth);
   }
 
-  // Whether it has none: then it has no first one.
+  // True if it has none.
   __device__ __forceinline__ bool is_empty() const { return first >= left; }
 
   // Column `i` in the tile. Pairs lie together, and the first of a pair is even.
@@ -89,8 +89,8 @@ struct OwnColumns {
     }
   }
 
-  // The entries of a vector that begins with column 0 at `start`, 0 if it is missing. The dtype is asked for here, since a
-  // thread comes here once, and kernels need not be compiled for each pair of dtypes.
+  // The entries of a vector that begins with column 0 at `start`; 0 if it is missing. The dtype is a runtime argument: a
+  // thread calls this once, and kernels need not be compiled for each pair of dtypes.
   __device__ __forceinline__ Values<T> load_vector(const ColumnVector& vector, int64_t start = 0) const {
     Values<T> values = {};
     if (vector.entries == nullptr) return values;
@@ -112,7 +112,7 @@ struct OwnColumns {
   // Writes the sums of the tile's columns over its rows of threads, in their order.
   __device__ __forceinline__ void store_part(float* part, const Values<T>& sums) const {
     __shared__ float shared[kTileRows][kWidth];
-    __syncthreads();  // a block may come here more than once
+    __syncthreads();  // a block may call this more than once
     for (int i = 0; i < kSize; ++i) shared[threadIdx.y][in_tile(i)] = sums.of[i];
     __syncthreads();
     for (int column = threadIdx.y * kWarp + threadIdx.x; column < left; column += kTileThreads) {

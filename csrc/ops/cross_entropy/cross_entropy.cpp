@@ -77,7 +77,7 @@ void check_rows(const at::Tensor& logits, const at::Tensor& labels, int64_t vali
               "; there cannot be more than there are columns");
 }
 
-// Rows that lie anywhere, but each in one piece.
+// Rows with any stride, each contiguous.
 at::Tensor with_whole_rows(const at::Tensor& logits) {
   return logits.stride(1) == 1 || logits.size(1) < 2 ? logits : logits.contiguous();
 }
@@ -198,7 +198,7 @@ void gradient_(at::Tensor& logits, const at::Tensor& labels, const at::Tensor& n
 }
 
 #if defined(MEGATRON_WITH_CUDA)
-// Whether a block of threads can hold a row: in half precision, in packets that begin at 16-byte boundaries.
+// True if a block of threads can hold a row: in half precision, in packets at 16-byte boundaries.
 bool is_held(const at::Tensor& logits, int64_t valid) {
   return is_on_gpu(logits) && logits.element_size() == 2 && valid > 0 && logits.size(1) <= kMostHeldColumns &&
          logits.size(1) % 8 == 0 && logits.stride(0) % 8 == 0 && logits.stride(1) == 1 &&

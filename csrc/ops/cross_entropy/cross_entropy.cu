@@ -1,5 +1,5 @@
 // Cross-entropy over a slice of the vocabulary on a GPU: a row is read once, in packets of 16 bytes, by a block, or by a
-// warp where a block would find a packet or two for each thread and then wait at its barriers.
+// warp if a block would have only a packet or two per thread and spend its time at barriers.
 #include "cross_entropy/cross_entropy.h"
 
 #include <cfloat>
@@ -38,7 +38,7 @@ __device__ __forceinline__ void add_one(Running& running, T value, float cap) {
   running.add(logit);
 }
 
-// The number of a thread among those of its row, and of the row among those of its block.
+// The index of a thread in its row, and of the row in its block.
 template <int kRowThreads>
 __device__ __forceinline__ unsigned own_thread() {
   return kRowThreads == kThreads ? threadIdx.x : threadIdx.x % kRowThreads;
@@ -48,8 +48,8 @@ __device__ __forceinline__ unsigned own_row() {
   return kRowThreads == kThreads ? 0u : threadIdx.x / kRowThreads;
 }
 
-// What a thread, of those of a row, sees of it: single entries up to the first 16-byte boundary, packets, and the entries
-// left.
+// A thread's share of a row: single entries up to the first 16-byte boundary, packets, and the remaining
+// entries.
 template <int kRowThreads, typename T>
 __device__ __forceinline__ Running read_row(const T* row, int64_t valid, float cap) {
   constexpr int kSize = Packet<T>::kSize;
@@ -163,8 +163,8 @@ struct Pairs {
   }
 };
 
-// A block to a row: in a loop over rows, what does not depend on the row would take the registers. Exponents are those of
-// 2, which the GPU computes, and log(2) is multiplied in at the end.
+// One block per row: in a loop over rows, loop invariants would occupy registers. Exponents are to base
+// 2, as the GPU computes them, and log(2) is multiplied in at the end.
 template <typename T, int kPackets>
 __global__ void __launch_bounds__(kHeldThreads)
     losses_of_rows(float* __restrict__ losses, T* logits, const int64_t* __restrict__ labels,

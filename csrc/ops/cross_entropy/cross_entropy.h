@@ -1,4 +1,4 @@
-// Cross-entropy over a slice of the vocabulary: what the losses need to know of a row of logits, and its gradient.
+// Cross-entropy over a slice of the vocabulary: the statistics of a row of logits for its losses, and the gradient.
 #pragma once
 
 #include "base/portable.h"
@@ -11,7 +11,7 @@ MEGATRON_HOST_DEVICE W capped(W logit, W cap) {
   return cap > 0 ? cap * tanh_of(logit / cap) : logit;
 }
 
-// What the gradients of a row share: the derivative of what is minimized by logit j, before soft-capping, is
+// Coefficients of a row's gradients: the derivative of the objective by logit j, before soft-capping, is
 // exp(logit_j - normalizer) * weight - uniform, less `of_label` at the label.
 template <typename W>
 struct RowTerms {
@@ -61,7 +61,7 @@ int megatron_logit_gradient(void* result, const void* logits, const int64_t* lab
                             int64_t columns, int64_t result_stride, int64_t stride, int64_t valid, int64_t vocab_size,
                             int dtype, float softcap, void* stream);
 
-// The most columns of `megatron_logit_losses`, whose blocks hold a row in registers.
+// Most columns of `megatron_logit_losses`, whose blocks keep a row in registers.
 constexpr int64_t kMostHeldColumns = 57344;
 
 // Cross-entropy and log normalizer of every row, and over the logits the gradient of the sum of weight * cross-entropy: one

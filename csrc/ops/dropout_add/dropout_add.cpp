@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kBlock = 512;  // columns whose factors are held at once
 
-// What every row of a call shares.
+// Arguments shared by all rows of a call.
 template <typename T>
 struct Settings {
   const Wide<T>* bias;            // [h] or null
@@ -121,7 +121,7 @@ void run_forward(const at::Tensor& y, const at::Tensor& x, const at::Tensor& wid
   });
 }
 
-// Returns the gradient of the bias, float32 or float64, if it is asked for.
+// Returns the gradient of the bias, float32 or float64, if requested.
 template <typename T>
 at::Tensor run_backward(const at::Tensor& dx, const at::Tensor& dy, const Dropout& dropout, double multiplier,
                         bool needs_bias) {

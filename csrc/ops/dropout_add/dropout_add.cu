@@ -1,6 +1,6 @@
 // residual + multiplier * dropout(x + bias) on a GPU, in tiles.
 //
-// A 32-bit hash decides two neighbouring columns. The half of it that belongs to columns costs most and is computed once
+// A 32-bit hash decides two adjacent columns. Its column part is the most expensive and is computed once
 // for all rows of a thread.
 #include "dropout_add/dropout_add.h"
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kRowsPerThread = 8;  // without a sum over rows
 
-// What all blocks share.
+// Arguments shared by all blocks.
 struct Call {
   int64_t row_count, columns;
   const int64_t* rows;  // null without dropout
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
-// Block row `y` of the grid takes `rows_each` rows, then others at the grid's distance; if there are `parts`, each of
-// these spans has its row of them.
+// Block row `y` takes `rows_each` rows, striding over the grid; if there are `parts`, each of
+// these groups of rows has a row of them.
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads)
     backward(T* __restrict__ dx, float* __restrict__ parts, const T* __restrict__ dy, Call call, int64_t rows_each) {

@@ -39,8 +39,8 @@ Occurrences occurrences(const int64_t* ids, int64_t count, int64_t rows, int64_t
   return found;
 }
 
-// A matrix of zeros. Few rows of a large vocabulary are written, and the system hands out large memory filled with zeros:
-// the pages of the other rows need not even exist.
+// A matrix of zeros. Few rows of a large vocabulary are written, and the system returns zeroed memory for large requests:
+// the pages of the other rows are never touched.
 at::Tensor zeros(int64_t rows, int64_t columns, at::TensorOptions options) {
   constexpr size_t kAlignment = 64;
   const size_t bytes = static_cast<size_t>(rows * columns) * options.dtype().itemsize();
@@ -157,7 +157,7 @@ at::Tensor backward(const at::Tensor& gradient, const at::Tensor& ids, int64_t r
   if (is_on_gpu(gradient)) {
     const at::Tensor result = at::zeros({rows, columns}, gradient.options());
     if (result.numel() == 0 || ids.numel() == 0) return result;
-    // A plain `true` would be the dimension, 1, of another overload.
+    // A plain `true` would select another overload, as dimension 1.
     const auto [sorted, positions] = at::sort(own_ids.view({-1}), std::optional<bool>(true), /*dim=*/0, /*descending=*/false);
     const int64_t chunks = (ids.numel() + kChunkPositions - 1) / kChunkPositions;
     const at::Tensor sums = at::empty({chunks, 2, columns}, gradient.options().dtype(at::kFloat));

@@ -1,6 +1,6 @@
 // Lookup of rows of a vocabulary shard on a GPU, and its deterministic gradient. The gradient sums sorted positions chunk
-// by chunk; what a chunk shares with its neighbours goes to partial sums, which a second launch joins in order. How columns
-// are shared out among threads changes no sum.
+// by chunk; sums that cross chunks go to partial sums, which a second launch combines in order. The division of
+// columns among threads does not affect the sums.
 #include "embedding/embedding.h"
 
 #include "base/device.h"
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What the threads of both passes over the gradient go by.
+// Arguments of both passes over the gradient.
 struct Sorted {
   const int64_t *ids, *positions;
   int64_t count;
@@ -53,13 +53,13 @@ struct Sorted {
     const int64_t end = (chunk + 1) * kChunkPositions;
     return end < count ? end : count;
   }
-  // Whether neighbouring positions belong to one run of equal ids.
+  // True if adjacent positions belong to one run of equal ids.
   __device__ __forceinline__ bool joins(int64_t before) const {
     return before >= 0 && before + 1 < count && ids[before] == ids[before + 1];
   }
 };
 
-// The sums of a thread's columns: of a packet of 16 bytes where all rows begin at 16-byte boundaries, otherwise of one.
+// The sums of a thread's columns: a packet of 16 bytes if all rows begin at 16-byte boundaries, otherwise one column.
 template <typename T, int kColumns>
 struct Columns {
   float of[kColumns];
@@ -115,7 +115,7 @@ struct Columns {
 };
 
 // A run of equal ids within the chunk is written at once; one that began in an earlier chunk goes to the chunk's first
-// partial sum, one that begins here and goes on to the second.
+// partial sum, one that continues in a later chunk to the second.
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads)
     sum_chunks(T* __restrict__ result, const T* __restrict__ gradient, Sorted sorted, float* __restrict__ partial_sums,
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block for the chunk in which a run begins that goes on into later ones.
+// One block per chunk, for the run that continues from it into later chunks.
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kThreads)
     join_chunks(T* __restrict__ result, Sorted sorted, const float* __restrict__ partial_sums, int64_t shard_rows,

@@ -1,5 +1,5 @@
-// Initial values of weights: hashes of (name, row, column), turned into random numbers of a distribution. Every operation
-// is one that IEEE 754 rounds correctly, so a CPU, a GPU and `megatron/kernels/initial_values.py` give the same bits.
+// Initial values of weights: hashes of (name, row, column), transformed to random numbers of a distribution. Every operation
+// is rounded correctly by IEEE 754, so CPU, GPU and `megatron/kernels/initial_values.py` are bitwise equal.
 #pragma once
 
 #include "base/hash.h"
@@ -10,7 +10,7 @@ enum Distribution : int { kNormal = 0, kTruncatedNormal = 1, kUniform = 2 };
 
 constexpr int kMostDimensions = 8;
 
-// Where a rank's shard lies in the global tensor. Rows combine all dimensions but the last.
+// The position of a rank's shard in the global tensor. Rows combine all dimensions but the last.
 struct ShardPlace {
   int dimensions;
   int64_t shape[kMostDimensions];  // of the global tensor
@@ -18,7 +18,7 @@ struct ShardPlace {
   int64_t box[kMostDimensions];    // the shard's shape
 };
 
-// The shard's columns share 64 random bits by pairs; it may begin or end in the middle of one.
+// Pairs of columns share 64 random bits; a shard may begin or end within a pair.
 MEGATRON_HOST_DEVICE int64_t first_pair_of(const ShardPlace& of) { return of.start[of.dimensions - 1] / 2; }
 MEGATRON_HOST_DEVICE int64_t pairs_of(const ShardPlace& of) {
   const int last = of.dimensions - 1;
@@ -58,7 +58,7 @@ MEGATRON_HOST_DEVICE float product(float a, float b) { return a * b; }
 MEGATRON_HOST_DEVICE float exact_root(float a) { return sqrtf(a); }
 #endif
 
-// A polynomial by Horner's rule; coefficients from the constant one on.
+// A polynomial by Horner's rule; constant coefficient first.
 template <int kCount>
 MEGATRON_HOST_DEVICE double polynomial(double x, const double (&coefficients)[kCount]) {
   double result = product(x, coefficients[kCount - 1]);
@@ -82,7 +82,7 @@ MEGATRON_HOST_DEVICE float normal_radius(uint32_t word) {
   constexpr double kAll = 42.97512519471661;                // 62 ln 2
   const double scaled = sum(static_cast<double>(static_cast<int32_t>(word & 0x7fffffffu)), 0.5);
   const int32_t bits = bit_cast<int32_t>(static_cast<float>(scaled));
-  const int32_t exponent = (bits - 0x3f3504f3) & -(1 << 23);  // k, in the place of a float32's exponent
+  const int32_t exponent = (bits - 0x3f3504f3) & -(1 << 23);  // k, in the exponent bits of a float32
   const double m = product(scaled, static_cast<double>(bit_cast<float>(0x3f800000 - exponent)));
   const double s = quotient(sum(m, -1.0), sum(m, 1.0));
   const double of_m = product(polynomial(product(s, s), kArtanh), s);
@@ -106,7 +106,7 @@ MEGATRON_HOST_DEVICE ValuePair normal_pair(uint32_t low, uint32_t high) {
   const double radius = bit_cast<float>(bit_cast<uint32_t>(normal_radius(low)) ^ sign);
   const double x = static_cast<int32_t>(high - sign), square = product(x, x);
   const double sine = product(product(polynomial(square, kSine), x), radius);
-  const double quarter = product(sum(1.0 / kUnit, -x), sum(x, 1.0 / kUnit));  // where the cosine is 0, so is this
+  const double quarter = product(sum(1.0 / kUnit, -x), sum(x, 1.0 / kUnit));  // zero where the cosine is
   const double cosine = product(product(polynomial(square, kCosine), radius), quarter);
   return {static_cast<float>(cosine), static_cast<float>(sine)};
 }
@@ -150,7 +150,7 @@ MEGATRON_HOST_DEVICE ValuePair values_of(uint64_t bits) {
 extern "C" {
 
 // Fills `count` elements of a shard in row-major order from element `first` on. `shape`, `start` and `box`, with one entry
-// per dimension, are in host memory; `base` is what hashes of rows begin with.
+// per dimension, are in host memory; `base` is the start value of the rows' hashes.
 int megatron_initial_values_fill(void* target, int64_t first, int64_t count, int dtype, const int64_t* shape,
                                  const int64_t* start, const int64_t* box, int dimensions, int distribution,
                                  uint64_t base, float deviation, void* stream);

@@ -1,4 +1,4 @@
-// How kernels over lists of tensors find their work and read it; only `.cu` files include it.
+// The chunks of kernels over lists of tensors; only `.cu` files include it.
 #pragma once
 
 #include "base/device.h"
@@ -15,9 +15,9 @@ struct Chunk {
   int64_t tensor, first, count;
 };
 
-// The chunk of a block, by binary search; the same for all of its threads.
+// Finds the chunk of a block by binary search; uniform over its threads.
 __device__ __forceinline__ Chunk chunk_of(const TensorTable& table, int64_t block) {
-  int64_t low = 0, high = table.tensors;  // the last tensor whose first chunk is not behind the block's
+  int64_t low = 0, high = table.tensors;  // the last tensor whose first chunk is not after the block's
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
     if (table.first_chunk(middle) <= block) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ T* pointer_to(int64_t address, int64_t offset) {
   return reinterpret_cast<T*>(address) + offset;
 }
 
-// Four neighbouring elements, read and written at once from an address that four elements divide.
+// Four adjacent elements, read and written at once at an address aligned to four elements.
 struct Quad {
   float values[4];
 };

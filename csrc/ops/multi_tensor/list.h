@@ -74,7 +74,7 @@ inline void check_list(at::TensorList tensors, at::TensorList others, const char
   }
 }
 
-// The table of a launch, on the tensors' device. A kind may have tensors that are not defined: their address is 0.
+// The table of a launch, on the tensors' device. The address of an undefined tensor is 0.
 struct DeviceTable {
   at::Tensor entries;
   int64_t chunks;

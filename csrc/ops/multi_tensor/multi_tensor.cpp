@@ -56,7 +56,7 @@ MEGATRON_CLONES double short_squares_of(const T* from, int64_t blocks) {
   return total;
 }
 
-// Short sums in float32, those in float64; all in float64 where squares may leave the range of float32.
+// Short sums in float32, their totals in float64; all in float64 if squares may exceed the range of float32.
 template <typename T>
 double squares_of(const T* from, int64_t count) {
   constexpr double kLeast = 1e-20, kMost = 1e38;  // of the sum of a chunk

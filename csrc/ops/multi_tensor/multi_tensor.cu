@@ -20,7 +20,7 @@ __device__ __forceinline__ double block_sum(double value, double* parts) {
   return value;
 }
 
-// Products in float32; sums of four in float32, those in float64.
+// Products and sums of four in float32, their totals in float64.
 template <typename T>
 __device__ __forceinline__ double squares_of(const T* from, int64_t count) {
   double total = 0.0;

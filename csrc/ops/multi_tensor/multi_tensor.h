@@ -1,4 +1,4 @@
-// Norms and sums of lists of tensors: what crosses the C interface.
+// Norms and sums of lists of tensors: the C interface.
 //
 // A list is a table of int64 in device memory: one column of addresses per kind of tensor, then for each tensor its
 // number of elements, the number of chunks of all tensors before it (one entry more: their sum), and its dtype codes.
@@ -9,7 +9,7 @@
 
 namespace megatron {
 
-constexpr int64_t kChunkElements = 1 << 16;  // what a block of threads works on
+constexpr int64_t kChunkElements = 1 << 16;  // the work of a block of threads
 
 MEGATRON_HOST_DEVICE int64_t chunks_of(int64_t elements) { return (elements + kChunkElements - 1) / kChunkElements; }
 
@@ -32,7 +32,7 @@ struct TensorTable {
 
 extern "C" {
 
-// 2-norms. `table` has one kind. `partial_sums` is room for one float64 per chunk; `norm` and, unless null, `norms` (one
+// 2-norms. `table` has one kind. `partial_sums` is scratch for one float64 per chunk; `norm` and, unless null, `norms` (one
 // per tensor) are float32.
 int megatron_multi_tensor_norm(float* norm, float* norms, double* partial_sums, const int64_t* table, int64_t tensors,
                                int64_t chunks, void* stream);

@@ -18,7 +18,7 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const
                                                             const Tensor&, const Tensor&, const Tensor&, bool, bool,
                                                             std::optional<at::ScalarType>);
 
-// Keeps what both norms need: what was normalized, the weight, and the statistics.
+// Saves the tensors of both norms: the normalized sum, the weight, and the statistics.
 void keep(AutogradContext* context, const Tensor& normalized, const Tensor& weight, const OptionalTensor& bias,
           const Tensor& mean, const Tensor& inverse, bool zero_centered) {
   context->save_for_backward({normalized, weight, mean, inverse});

@@ -43,8 +43,8 @@ MEGATRON_HOST_DEVICE W sum_of(int64_t columns, Term term) {
   return sum_of_lanes(lanes) + rest;
 }
 
-// Asks for the memory of a row that is used next, while the row at hand is still being worked on in the first cache. Long
-// rows are left alone: the processor sees their pattern by itself, and two of them would not fit.
+// Prefetches the next row while the present one is processed in the first-level cache. Long
+// rows are not prefetched: the processor detects their pattern, and two of them would not fit.
 template <typename T>
 MEGATRON_HOST_DEVICE void prefetch_row(const T* row, int64_t columns, bool is_written) {
   constexpr int64_t kCacheLine = 64, kLongestBytes = 8192;
@@ -152,9 +152,9 @@ struct BackwardCall {
   T* dx;
   Wide<T>* of_weight;       // partial sums of the row blocks, [blocks, h]
   Wide<T>* of_bias;         // null without a bias
-  Wide<T>* of_branch_bias;  // null where it is not wanted
+  Wide<T>* of_branch_bias;  // null if not requested
   const T* dy;
-  const T* direct;  // the gradient that comes past the norm; without a residual one row of zeros for all rows
+  const T* direct;  // the gradient that bypasses the norm; without a residual one row of zeros for all rows
   const T* x;
   const Wide<T>* scale;
   const Wide<T>* mean;  // null for RMS norm
@@ -283,7 +283,7 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? OptionalTensor(tensor->contiguous()) : tensor;
 }
 
-// Weight or bias as the CPU loops take it: contiguous, wide, and with the 1 that a zero-centred weight lacks.
+// Converts weight or bias for the CPU loops: contiguous, wide, and with 1 added to a zero-centered weight.
 Tensor widened(const Tensor& vector, const Tensor& x, bool zero_centered) {
   const Tensor wide = vector.to(wide_dtype(x)).contiguous();
   return zero_centered ? wide.add(1) : wide;
@@ -292,7 +292,7 @@ OptionalTensor widened(const OptionalTensor& bias, const Tensor& x) {
   return bias.has_value() ? OptionalTensor(widened(*bias, x, false)) : bias;
 }
 
-// What is normalized: x alone, or its sum with a residual and perhaps the bias of the branch that made x.
+// The normalized tensor: x, or its sum with a residual and optionally the bias of the branch.
 struct Input {
   Tensor x;
   OptionalTensor residual, branch_bias;
@@ -393,19 +393,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tenso
 }
 
 struct Gradients {
-  Tensor of_x, of_weight, of_bias, of_branch_bias;  // those of biases are empty where they are not wanted
+  Tensor of_x, of_weight, of_bias, of_branch_bias;  // those of biases are empty if not requested
 };
 
-// Which gradients of biases are wanted.
+// The requested gradients of biases.
 struct Wanted {
   bool bias;
-  std::optional<at::ScalarType> branch_dtype;  // of that of the branch's bias, if it is wanted
+  std::optional<at::ScalarType> branch_dtype;  // of the gradient of the branch's bias, if requested
 
   bool branch_bias() const { return branch_dtype.has_value(); }
   int64_t sums() const { return 1 + bias + branch_bias(); }
 };
 
-// The gradients in the dtypes that were asked for.
+// The gradients in the requested dtypes.
 Gradients in_dtypes(const Gradients& of, const Tensor& weight, const Wanted& wanted) {
   const at::ScalarType dtype = weight.scalar_type();
   return {of.of_x, of.of_weight.to(dtype), of.of_bias.to(dtype),

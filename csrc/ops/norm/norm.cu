@@ -1,8 +1,8 @@
 // Layer norm and RMS norm on a GPU.
 //
-// A row is held in registers by a warp, or by the warps of a block of up to 512 threads. Where all rows begin at 16-byte
-// boundaries, a thread has packets of 16 bytes; elsewhere its elements lie between those of the other threads, so that a
-// warp reads neighbours at once. Rows that are too long for that are streamed: read again for each of their sums.
+// A row is held in registers by a warp, or by the warps of a block of up to 512 threads. If all rows begin at 16-byte
+// boundaries, a thread has packets of 16 bytes; otherwise its elements are interleaved with the other threads', so that a
+// warp's accesses are contiguous. Longer rows are streamed: read again for each of their sums.
 #include "norm/norm.h"
 
 #include "base/device.h"
@@ -15,18 +15,18 @@ constexpr int kMostThreads = 512;  // of a block
 constexpr int kMostWarps = kMostThreads / kWarp;
 constexpr int kGradientThreads = 256;  // of a block whose threads sum gradients of a packet's columns in registers
 
-// Threads of a block: x counts those of a row, y the rows at work at the same time.
+// Threads of a block: x indexes those of a row, y the concurrent rows.
 struct Layout {
   dim3 block;
   int packets;  // per thread; 0 if rows are streamed
-  bool packed;  // whether a packet's elements lie together
+  bool packed;  // true if a packet's elements are contiguous
 };
 
 struct Pair {
   float first, second;
 };
 
-// Where the warps of a row meet. Two sums in a row use different halves, so that one barrier each is enough.
+// Shared memory of the reductions. Consecutive sums use different halves, so that one barrier each suffices.
 struct Meeting {
   Pair* parts;  // [2, kMostWarps], shared
   int turn;
@@ -83,22 +83,22 @@ __device__ __forceinline__ void store_values(T* to, const float* values) {
 }
 
 // The elements of a row that a thread has: `k` counts its packets, whose elements are `kStride` columns apart. `columns` is
-// 0 for threads without a row, which only keep the barriers company.
+// 0 for threads without a row, which only take part in barriers.
 template <typename T, bool kPacked>
 struct Own {
   static constexpr int kSize = Packet<T>::kSize, kStride = kPacked ? 1 : kWarp;
 
   int columns;
 
-  // The first column of a packet: a warp has kWarp packets that lie together.
+  // The first column of a packet: a warp has kWarp contiguous packets.
   __device__ __forceinline__ int first(int k) const {
     const int thread = threadIdx.x + k * blockDim.x, lane = threadIdx.x % kWarp;
     return kPacked ? thread * kSize : (thread - lane) * kSize + lane;
   }
-  // How many columns lie from the first of a packet to the end of the row; 0 or less beyond it.
+  // The number of columns from the first of a packet to the end of the row; 0 or less beyond it.
   __device__ __forceinline__ int left(int k) const { return columns - first(k); }
   __device__ __forceinline__ bool has(int k) const { return left(k) > 0; }
-  // Whether the row has an element of a packet. A packet whose elements lie together ends with the row or before.
+  // True if the row has an element of a packet. A contiguous packet never crosses the end of the row.
   __device__ __forceinline__ static bool is_in(int left, int i) { return left > (kPacked ? 0 : i * kStride); }
 
   // Elements beyond the row are 0.
@@ -135,8 +135,8 @@ struct Own {
   }
 };
 
-// A thread's columns of a vector, which are the same in all of its rows: held as they are stored, where they are T and
-// there are registers for them.
+// A thread's columns of a vector, the same in all of its rows: kept in the stored type if that is T and
+// registers suffice.
 template <typename T, int kPackets, bool kPacked>
 struct OwnVector {
   static constexpr bool kHeld = kPacked && kPackets < 4;
@@ -251,8 +251,8 @@ struct Backward {
   const float *mean, *inverse;
   int64_t rows, columns, rows_per_block;
   float weight_offset;
-  bool has_bias;         // whether the gradient of the bias is wanted
-  bool has_branch_bias;  // and that of the branch's
+  bool has_bias;         // true if the gradient of the bias is requested
+  bool has_branch_bias;  // and that of the branch's bias
 };
 
 template <typename T>
@@ -261,7 +261,7 @@ __device__ __forceinline__ GradientMeans<float> gradient_means(const Backward<T>
   return {of.mean != nullptr ? sums.first / size : 0.0f, sums.second / size};
 }
 
-// The sums of a thread block over its rows, to the partial sums: the rows at work at the same time are added in order.
+// Writes the sums of a thread block over its rows to the partial sums; concurrent rows are added in order.
 // `sums` are those of a thread's columns; `shared` holds a row for each row at work.
 template <typename T, int kPackets, bool kPacked>
 __device__ __forceinline__ void write_partials(float* to, const float (*sums)[Packet<T>::kSize], float* shared,
@@ -299,7 +299,7 @@ template <typename T, int kPackets, bool kPacked, bool kSumsX>
 __global__ void __launch_bounds__(kPackets == 1 ? kGradientThreads : kMostThreads, kPackets == 1 && kPacked ? 3 : 1)
     backward_held(const Backward<T> of) {
   constexpr int kSize = Packet<T>::kSize;
-  constexpr bool kEarly = kPackets == 1;  // asks for the gradient that is added before the row's sums are waited for
+  constexpr bool kEarly = kPackets == 1;  // loads the gradient to add before waiting for the row's sums
   __shared__ Pair parts[2 * kMostWarps];
   MEGATRON_DYNAMIC_SHARED(float, shared);
   Meeting meeting{parts, 0};
@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(kWarp* kColumnRows) sum_columns(const Backward
   if (of.has_bias) of.partials[gridDim.y * of.columns + to] = of_bias;
 }
 
-// The same of the branch's bias, from the gradient of x as it was written: for threads that have no registers for it.
+// The sum of the branch's bias from the written gradient of x, for threads without registers for it.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kColumnRows) sum_written(const Backward<T> of) {
   __shared__ float shared[kColumnRows][kWarp];
@@ -480,13 +480,13 @@ __global__ void __launch_bounds__(kWarp* kColumnRows) sum_written(const Backward
   of.partials[((of.has_bias ? 2 : 1) * static_cast<int64_t>(gridDim.y) + blockIdx.y) * of.columns + j] = sum;
 }
 
-// Where the gradients of vectors go, in the order of their partial sums.
+// The outputs of the vectors' gradients, in the order of their partial sums.
 struct Sums {
   void* to[3];
   bool is_wide[3];
 };
 
-// The sums over the row blocks, of the vector that blockIdx.y counts.
+// The sums over the row blocks, for the vector blockIdx.y.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kColumnRows)
     sum_partials(const Sums sums, const float* partials, int64_t row_blocks, int64_t columns) {
@@ -553,7 +553,7 @@ int forward(const Forward<T>& of, void* stream) {
   return static_cast<int>(cudaGetLastError());
 }
 
-// Whether threads that hold rows sum the gradient of x: not with 32 values each, which would not fit their registers.
+// True if threads that hold rows sum the gradient of x: not with 32 values each, which would not fit their registers.
 template <typename T>
 constexpr bool sums_held(int packets) {
   return packets * Packet<T>::kSize < 32;

@@ -1,7 +1,7 @@
-// Layer norm and RMS norm over the last dimension: the arithmetic of an element, how rows are grouped, and the launchers.
+// Layer norm and RMS norm over the last dimension: the arithmetic of an element, the grouping of rows, and the launchers.
 //
 // The backward pass needs x, the inverse deviation of each row and, for layer norm, its mean: x is kept rather than
-// recovered from y, since that divides by the weight, which may be 0, and y is rounded to the element type.
+// recovered from y, since that would divide by the weight, which may be 0, and y is rounded to the element type.
 #pragma once
 
 #include "base/portable.h"
@@ -22,7 +22,7 @@ MEGATRON_HOST_DEVICE T normalized(T x, T mean, T inverse) {
   return (x - mean) * inverse;
 }
 
-// What the gradient of a row's elements shares: the means over the row of the scaled gradient (0 for RMS norm) and of
+// Terms shared by the gradients of a row's elements: the means over the row of the scaled gradient (0 for RMS norm) and of
 // its product with the normalized elements.
 template <typename T>
 struct GradientMeans {
@@ -36,8 +36,8 @@ MEGATRON_HOST_DEVICE T input_gradient(T scaled_gradient, T normal, T inverse, Gr
   return inverse * (scaled_gradient - means.of_gradient - normal * means.of_product);
 }
 
-// Gradients of weight and biases are summed over blocks of rows, then over the blocks. How many there are depends on the
-// number of rows alone, so that the sums are the same for every number of threads and multiprocessors: on a GPU 256 or
+// Gradients of weight and biases are summed over blocks of rows, then over the blocks. Their number depends only on the
+// number of rows, so that the sums are the same for every number of threads and multiprocessors: on a GPU 256 or
 // 396, one wave of two or three blocks on the 132 multiprocessors of an H100; on a CPU up to 128, of 64 rows or more.
 MEGATRON_HOST_DEVICE int64_t device_rows_per_block(int64_t rows) {
   const int64_t blocks = rows < 16384 ? 256 : 396;
@@ -61,8 +61,8 @@ int megatron_norm_forward(void* y, void* total, float* mean, float* inverse, con
                           void* stream);
 
 // The gradients of x, weight, bias and branch_bias, which is the sum over the rows of that of x; total_gradient, which may
-// be null, is added to the gradient of x. mean is null for RMS norm; dbias and dbranch_bias are null where they are not
-// wanted.
+// be null, is added to the gradient of x. mean is null for RMS norm; dbias and dbranch_bias are null if they are not
+// requested.
 // Shapes: dx, dy, total_gradient and x `[n, h]`; dweight, dbias, dbranch_bias and weight `[h]`; mean and inverse `[n]`;
 // partials `[1 to 3, ceil(n / device_rows_per_block(n)), h]`, as many as there are gradients of vectors.
 int megatron_norm_backward(void* dx, void* dweight, void* dbias, void* dbranch_bias, float* partials, const void* dy,

@@ -59,7 +59,7 @@ struct RotarySplitFunction : torch::autograd::Function<RotarySplitFunction> {
   }
 };
 
-// The heads of some members of each group, `[b, g * count, s, d]`: a view where any two neighbours lie equally far apart.
+// The heads of some members of each group, `[b, g * count, s, d]`; a view if their strides are uniform.
 Tensor heads_of(const Tensor& qkv, int64_t first, int64_t count) {
   const int64_t batch = qkv.size(0), tokens = qkv.size(1), groups = qkv.size(2), channels = qkv.size(4);
   if (count > 1 && groups > 1) {

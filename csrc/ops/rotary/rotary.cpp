@@ -160,8 +160,8 @@ void check_same(const at::Tensor& one, const at::Tensor& other, const char* name
               " on ", one.device(), " and ", other.sizes(), " ", other.scalar_type(), " on ", other.device());
 }
 
-// Room for heads `[b, a, s, d]` that lie token by token, as those of a projection do: attention writes its output in the
-// layout of the queries, and the output's projection wants the heads of a token together.
+// Memory for heads `[b, a, s, d]` in token-major layout, like a projection's output: attention writes its output in the
+// layout of the queries, and the output projection needs the heads of a token to be contiguous.
 at::Tensor empty_heads(int64_t batch, int64_t heads, int64_t tokens, int64_t channels, const at::TensorOptions& options) {
   return at::empty({batch, tokens, heads, channels}, options).transpose(1, 2);
 }
@@ -230,7 +230,7 @@ void check_heads(const at::Tensor& query, const at::Tensor& key, const at::Tenso
               key.size(1), " and ", value.size(1));
 }
 
-// Writes the three to `qkv`, rotated back by the angles.
+// Writes the three gradients to `qkv`, rotated back by the angles.
 void join(const at::Tensor& qkv, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
           const Angles& angles, bool interleaved) {
   const int64_t batch = query.size(0), tokens = query.size(2), channels = query.size(3), groups = key.size(1);

@@ -21,7 +21,7 @@ struct Rotation {
   float direction;
 };
 
-// kSize neighbouring elements: one alone, or whole packets at 16-byte boundaries.
+// kSize adjacent elements: a single one, or whole packets at 16-byte boundaries.
 template <int kSize, typename T>
 __device__ __forceinline__ void load_floats(const T* from, float* to) {
   if constexpr (kSize == 1) {
@@ -119,7 +119,7 @@ bool are_multiples(const megatron::HeadStrides& strides, int64_t size) {
          strides.head % size == 0;
 }
 
-// Whether every run of kSize channels, and of as many cosines, starts at a 16-byte boundary.
+// True if every run of kSize channels, and of as many cosines, starts at a 16-byte boundary.
 bool takes_packets(const Rotation& task, int64_t size) {
   bool takes = task.sizes.channels % (2 * size) == 0 && task.sizes.pairs % size == 0 &&
                is_aligned(task.table.cosines) && is_aligned(task.table.sines) &&
@@ -149,8 +149,8 @@ int run(const Rotation& task, void* stream) {
   return takes_packets(task, kSize) ? launch<T, C, kSize>(task, stream) : launch<T, C, 1>(task, stream);
 }
 
-// A thread meets the same channels of one head in all its tokens. Block row `y` of the grid takes `rows_each` tokens, then
-// others at the grid's distance; if there are `parts`, each of these spans has its row of them.
+// A thread has the same channels of one head in all its tokens. Block row `y` takes `rows_each` tokens,
+// striding over the grid; if there are `parts`, each of these groups of tokens has a row of them.
 template <typename T>
 __global__ void __launch_bounds__(kTileThreads)
     join_heads(T* __restrict__ to, float* __restrict__ parts, const megatron::JoinedHeads heads, int64_t rows_each) {

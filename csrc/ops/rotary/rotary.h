@@ -1,5 +1,5 @@
 // Rotary positions: heads of queries, keys and values taken from any strides to any strides in one pass, the first channels of
-// queries and keys rotated. What the CPU loops and the CUDA kernel share, and the launcher.
+// queries and keys rotated. Common code of CPU loops and CUDA kernel, and the launcher.
 #pragma once
 
 #include "base/portable.h"
@@ -60,13 +60,13 @@ MEGATRON_HOST_DEVICE Pair<W> rotated_pair(W first, W second, W cosine, W sine) {
 
 extern "C" {
 
-// Rotates by the angles times `direction`, 1 or -1. Where `interleaved`, a pair is two neighbouring channels, otherwise
+// Rotates by the angles times `direction`, 1 or -1. If `interleaved`, a pair is two adjacent channels, otherwise
 // channels i and i + pairs. At most 3 parts.
 int megatron_rotary(const megatron::RotaryPart* parts, int part_count, const megatron::RotaryTable* table,
                     const megatron::RotarySizes* sizes, int interleaved, float direction, int dtype, int table_dtype,
                     void* stream);
 
-// Joins the heads and, where `sums` is not null, adds up each column over all tokens; `parts` has room for
+// Joins the heads and, unless `sums` is null, sums each column over all tokens; `parts` is scratch for
 // `[part_count(batch * tokens), columns]`. Runs of 16 bytes of each head begin at 16-byte boundaries, and so do `to`'s.
 int megatron_join_heads(void* to, void* sums, float* parts, const megatron::JoinedHeads* heads, int dtype,
                         int sums_dtype, void* stream);

@@ -8,7 +8,7 @@
 namespace megatron::softmax {
 namespace {
 
-constexpr int64_t kPairsAtOnce = 64;  // of which random bits are held at a time
+constexpr int64_t kPairsAtOnce = 64;  // columns whose random bits are held at a time
 
 // A mask or bias, read by rows.
 struct Operand {
@@ -59,7 +59,7 @@ MEGATRON_HOST_DEVICE void hide_row(W* scores, const uint8_t* mask, int64_t count
   for (int64_t j = 0; j < count; ++j) scores[j] = mask[j] ? -static_cast<W>(INFINITY) : scores[j];
 }
 
-// Replaces scores by their exponentials; returns what normalizes these.
+// Replaces scores by their exponentials; returns their normalizer.
 template <typename W>
 MEGATRON_HOST_DEVICE Divisor<W> exponentiate_row(W* scores, int64_t count) {
   W largest = -static_cast<W>(INFINITY), sum = 0;
@@ -75,7 +75,7 @@ MEGATRON_HOST_DEVICE Divisor<W> exponentiate_row(W* scores, int64_t count) {
 }
 
 // The exponentials of a row of scores, scaled, with bias and mask. The scaled scores are stored before any is subtracted:
-// fused with the subtraction, a product is not rounded as the maximum was, and from 1e10 on that decides everything.
+// fused with the subtraction, a product would not be rounded like the maximum, which dominates from 1e10 on.
 template <typename T>
 MEGATRON_HOST_DEVICE Divisor<Wide<T>> exponentiate_scaled_row(Wide<T>* weights, const T* scores, const Forward<T>& task,
                                                               const RowPlace& place, int64_t visible) {

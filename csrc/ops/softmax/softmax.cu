@@ -10,7 +10,7 @@ using megatron::BroadcastStrides;
 using megatron::ScoreSizes;
 
 constexpr int kItems = 16;  // scores that a thread holds
-constexpr int kMostThreads = 512;  // of a block that holds a row; more would not leave each enough registers
+constexpr int kMostThreads = 512;  // of a block that holds a row; with more, registers would not suffice
 constexpr int kLongThreads = 1024;
 constexpr int64_t kRegisterKeys = kItems * kMostThreads;
 constexpr int kRowsPerBlock = 4;  // of rows that one warp holds
@@ -46,7 +46,7 @@ struct Backward {
   bool causal;
 };
 
-// kSize neighbouring elements in one access, or in several of 16 bytes.
+// kSize adjacent elements in one access, or in several of 16 bytes.
 template <int kSize, typename T>
 struct __align__(kSize * sizeof(T) < 16 ? kSize * sizeof(T) : 16) Run {
   T values[kSize];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void dropout_factors(float* factors, const Task& task
   }
 }
 
-// One row of a forward pass, as its threads see it.
+// One row of a forward pass, for its threads.
 template <typename T, int kSize>
 struct ForwardRow {
   const T* scores;
@@ -134,8 +134,8 @@ struct ForwardRow {
     hash = task.rows == nullptr ? 0 : static_cast<uint32_t>(task.rows[row]);
   }
 
-  // The scaled, biased scores from column `first` on; -inf where hidden. The products are rounded by themselves: fused with
-  // the subtraction of the maximum, which was rounded, they would differ from it by more than 1 from 1e8 on.
+  // The scaled, biased scores from column `first` on; -inf if hidden. The products are rounded separately: fused with
+  // the subtraction of the rounded maximum, they would differ from it by more than 1 from 1e8 on.
   __device__ __forceinline__ void load(const Forward<T>& task, int64_t first, float* values) const {
     if (first >= visible) {
       MEGATRON_UNROLL
@@ -162,7 +162,7 @@ struct ForwardRow {
     for (int i = 0; i < kSize; ++i) values[i] = __fadd_rn(values[i], to_float(run.values[i]));
   }
 
-  // Writes probabilities from column `first` on, and what dropout leaves of them.
+  // Writes probabilities from column `first` on, before and after dropout.
   __device__ __forceinline__ void write(const Forward<T>& task, int64_t first, const float* values) const {
     Run<kSize, T> run;
     MEGATRON_UNROLL
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_kernel(const Forward<T> 
   }
 }
 
-// A block to a row of any length.
+// One block per row of any length.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(kLongThreads) long_forward_kernel(const Forward<T> task, int64_t row_count) {
   __shared__ float parts[kWarp];
@@ -351,7 +351,7 @@ void hash_columns(uint32_t* columns, int64_t keys, uint64_t column_base, void* s
                   column_base);
 }
 
-// Whether rows that start at `data` and lie `stride` elements apart all start at a multiple of `size` elements.
+// True if rows at `data`, `stride` elements apart, all start at a multiple of `size` elements.
 bool starts_at_multiples(const void* data, const BroadcastStrides& strides, int64_t element_bytes, int64_t size) {
   const int64_t bytes = size * element_bytes < 16 ? size * element_bytes : 16;
   return reinterpret_cast<uintptr_t>(data) % bytes == 0 && strides.sample % size == 0 && strides.head % size == 0 &&

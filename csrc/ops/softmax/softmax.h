@@ -1,5 +1,5 @@
-// Scaled softmax over keys, plain, causal, masked or biased, with the stateless dropout of attention: what the CPU loops
-// and the CUDA kernels share, and the launchers.
+// Scaled softmax over keys, plain, causal, masked or biased, with the stateless dropout of attention: common code of CPU
+// loops and CUDA kernels, and the launchers.
 #pragma once
 
 #include "base/hash.h"
@@ -29,21 +29,21 @@ MEGATRON_HOST_DEVICE int64_t offset_of(const RowPlace& place, const BroadcastStr
   return place.sample * strides.sample + place.head * strides.head + place.query * strides.query;
 }
 
-// How many leading keys a query may see. The queries are the last of the keys' positions.
+// The number of leading keys visible to a query. The queries are at the last of the keys' positions.
 MEGATRON_HOST_DEVICE int64_t visible_keys(int64_t query, const ScoreSizes& sizes, bool causal) {
   const int64_t seen = query + sizes.keys - sizes.queries + 1;
   return !causal || seen > sizes.keys ? sizes.keys : (seen > 0 ? seen : 0);
 }
 
-// What exponents are taken relative to: the row's maximum, but 0 where every key is hidden (-inf), so that each exponential
+// The reference of exponents: the row's maximum, but 0 if every key is hidden (-inf), so that each exponential
 // is then 0 rather than NaN. A NaN among the scores still reaches the sum.
 template <typename W>
 MEGATRON_HOST_DEVICE W exponent_shift(W largest) {
   return largest == -static_cast<W>(INFINITY) ? W(0) : largest;
 }
 
-// What divides a row's exponentials by their sum, without a division each; all quotients are 0 for a query that sees
-// nothing, whose sum is 0.
+// Divides a row's exponentials by their sum without a division each; all quotients are 0 for a query without
+// visible keys, whose sum is 0.
 template <typename W>
 struct Divisor {
   W sum, inverse;
@@ -54,7 +54,7 @@ MEGATRON_HOST_DEVICE Divisor<W> divisor_of(W sum) {
   return {sum, sum == W(0) ? W(0) : W(1) / sum};
 }
 
-// The quotient is corrected by its remainder, which makes it as exact as a division where products and sums are fused.
+// Correcting the quotient by its remainder makes it as exact as a division, given fused multiply-add.
 template <typename W>
 MEGATRON_HOST_DEVICE W quotient(W exponential, const Divisor<W>& divisor) {
   const W estimate = exponential * divisor.inverse;
@@ -74,7 +74,7 @@ extern "C" {
 
 // Sizes are b, a, q and k; strides those of BroadcastStrides, of a mask (bytes, nonzero hides) and of a bias, either of which
 // may be null. With dropout (threshold above 0), rows `[b, a, q]` are the hashed coordinates of rows, `probabilities` gets
-// what is kept for backward, and `columns` is room for (k + 1) / 2 hashes; without it all three are null.
+// the values for backward, and `columns` is scratch for (k + 1) / 2 hashes; without it all three are null.
 int megatron_softmax_forward(void* result, void* probabilities, const void* scores, const uint8_t* mask,
                              const int64_t* mask_strides, const void* bias, const int64_t* bias_strides,
                              const int64_t* rows, uint32_t* columns, const int64_t* sizes, float scale, int causal,

@@ -26,8 +26,10 @@ from megatron.parallel.rank_start import begin_rank
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, and returns the exit code of `megatron.errors.ExitCode`."""
     begin_rank()
-    own, words = read_program(JaxLmFlags, sys.argv[1:] if argv is None else argv, "jax_lm/train.py", __doc__ or "")
-    return pretrain_gpt.train([*own.trainer_arguments(), *words], own.program)
+    flags, arguments = read_program(
+        JaxLmFlags, sys.argv[1:] if argv is None else argv, "jax_lm/train.py", __doc__ or ""
+    )
+    return pretrain_gpt.train([*flags.trainer_arguments(), *arguments], flags.program)
 
 
 if __name__ == "__main__":

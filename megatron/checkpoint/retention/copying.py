@@ -1,4 +1,4 @@
-"""Copies a checkpoint to another directory; every byte is compared with its digest on the way."""
+"""Copies a checkpoint to another directory, verifying every byte."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ def copy_checkpoint(
 ) -> Path | None:
     """Copies the checkpoint folder `source` into a directory; collective over the whole mesh.
 
-    The ranks share the files. The copy appears when all of it is on the disk; see `publish`.
+    The files are divided among the ranks. The copy appears once it is complete; see `publish`.
 
     Args:
-        flag: what names the directory, for error texts.
-        replaces: whether another checkpoint of the same step there is replaced.
+        flag: the flag that names the directory, for error messages.
+        replaces: replace another checkpoint of the same step.
         beat: called before each part that this rank copies.
 
     Returns:
-        the copy, or None if the directory holds the same checkpoint already.
+        the copy; None if the directory already has the same checkpoint.
 
     Raises:
         DamagedError: the source does not match its manifest.
-        CheckpointError: another checkpoint of that step is there.
-        StorageError: the file system refused; what was in the directory is untouched.
+        CheckpointError: the directory has another checkpoint of that step.
+        StorageError: the file system refused; the directory is unchanged.
     """
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
     copy = CopyInProgress(source, directory, manifest, run, flag, storage, beat)
-    if run_on_first(mesh, lambda: copy.is_there(replaces)):
+    if run_on_first(mesh, lambda: copy.exists(replaces)):
         return None
     run_on_first(mesh, lambda: open_temporary(copy.temporary, copy.size_bytes, storage, flag))
     try:
@@ -74,7 +74,7 @@ def copy_checkpoint(
 
 @dataclass(frozen=True)
 class CopyInProgress:
-    """One copy of a checkpoint, on one rank."""
+    """A copy of a checkpoint, as one rank makes it."""
 
     source: Path
     directory: Path
@@ -86,30 +86,27 @@ class CopyInProgress:
 
     @property
     def final(self) -> Path:
-        """Where the copy appears."""
         return self.directory / folder_name(self.manifest.step)
 
     @property
     def temporary(self) -> Path:
-        """Where it is written."""
         return temporary_folder(self.directory, self.manifest.step, self.run)
 
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.manifest.files)
 
-    def is_there(self, replaces: bool) -> bool:
-        """Whether the checkpoint was copied before; looks at the sizes and headers of its files, not at their data. If
-        so, the hint is written, which a copy that was killed after its folder had appeared has not done.
+    def exists(self, replaces: bool) -> bool:
+        """True if the directory has this checkpoint already; checks sizes and headers of its files, not their data.
 
         Raises:
-            CheckpointError: there is another one, which is not to be replaced.
-            StorageError: the directory, or the copy that is there, cannot be read.
+            CheckpointError: the directory has another checkpoint of the step, and `replaces` is false.
+            StorageError: the directory or the existing copy cannot be read.
         """
         final, storage = self.final, self.storage
         try:
             if storage.exists(final.parent):
-                sweep(final.parent, storage)  # may put another checkpoint of the step back in its place
+                sweep(final.parent, storage)  # may restore another checkpoint of the step
             is_taken = storage.exists(final)
         except OSError as failure:
             raise cannot_write(storage, final, 0, failure, self.flag) from failure
@@ -121,17 +118,16 @@ class CopyInProgress:
             except DamagedError as damage:
                 log.warning(f"copying to {final} again: {damage}")
                 return False
-            point_to_newest(final.parent, self.run, storage)
+            point_to_newest(final.parent, self.run, storage)  # an earlier copy may have been killed before it did this
             return True
         if not replaces:
             raise CheckpointError(
-                f"{final} is another checkpoint of step {self.manifest.step} than the one to be copied. Copy it to "
-                "another directory, or remove the one that is there."
+                f"{final} is a different checkpoint of step {self.manifest.step}. Copy to another directory, or remove "
+                "the existing checkpoint."
             )
         return False
 
     def copy_files(self, numbers: Iterable[int]) -> None:
-        """Copies the files of these numbers."""
         for number in numbers:
             file, storage = self.manifest.files[number], self.storage
             target = self.temporary / file.name
@@ -144,7 +140,7 @@ class CopyInProgress:
                 raise DamagedError(f"{damage} It was not copied.") from damage
 
     def commit(self) -> None:
-        """Copies the manifest that was read before, compares it with its digest, and makes the copy visible."""
+        """Copies the manifest, verifies it, and publishes the copy."""
         target = self.temporary / MANIFEST_NAME
         try:
             for index in self.manifest.indexes:
@@ -166,7 +162,7 @@ class CopyInProgress:
 
 
 def point_to_newest(directory: Path, run: str, storage: Storage) -> None:
-    """Writes the hint for other programs, which need not be for the copy: it may be of an older checkpoint."""
+    """Writes the hint for other programs: the newest checkpoint, which need not be the copy."""
     with contextlib.suppress(OSError):
         for step in list(steps_in(directory, storage))[:1]:
             write_hint(directory, step, run, storage)

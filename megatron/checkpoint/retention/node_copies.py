@@ -1,12 +1,13 @@
-"""Copies of checkpoints on disks of the nodes themselves, so that a node that is lost takes nothing with it.
+"""Copies of checkpoints on local disks of the nodes, which survive the loss of a node.
 
-Two nodes hold each other's files: those that their own ranks wrote and those of the other's; of an odd number of nodes,
-the last but one holds the files of the last three. The manifest is on every node. What a node holds need not be a whole
-checkpoint; `collect` puts one together, in the folder that all nodes see, from what is left.
+Nodes form pairs; each holds the files written by the ranks of both. With an odd number of nodes, the last but one holds
+the files of the last three. Every node has the manifest. A node need not hold a complete checkpoint; `collect`
+assembles one in the shared folder from the files of the remaining nodes.
 """
 
 from __future__ import annotations
 
+import functools
 import secrets
 import socket
 from collections.abc import Callable, Mapping
@@ -28,54 +29,51 @@ from megatron.parallel.messages import all_gather_json
 from megatron.parallel.processes import machine_id
 
 FLAG = "--save-secondary"
-_KEPT = 2  # the older one is there while the newer one is being written
+_KEPT = 2  # the older one remains while the newer one is written
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks run on which node; nodes are numbered in the order of their lowest ranks.
-
-    Attributes:
-        of_ranks: the node of each rank.
-    """
+    """The node of each rank; nodes are numbered in the order of their lowest ranks."""
 
     of_ranks: tuple[int, ...]
     rank: int
 
     @classmethod
     def of(cls, mesh: ParallelMesh) -> Nodes:
-        """Finds out; collective over `mesh.control`. Containers with names of their own are nodes."""
+        """Finds the nodes; collective over `mesh.control`. Containers with different host names count as nodes."""
         names = [tuple(name) for name in all_gather_json([socket.gethostname(), machine_id()], mesh.control)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(tuple(numbers[name] for name in names), mesh.control.rank)
 
     @property
-    def own(self) -> int:
+    def this(self) -> int:
+        """The node of this rank."""
         return self.of_ranks[self.rank]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the lowest rank of its node, which makes and removes folders."""
-        return self.of_ranks.index(self.own) == self.rank
+        """True on the lowest rank of each node, which creates and removes folders."""
+        return self.of_ranks.index(self.this) == self.rank
 
     def ranks(self, node: int) -> list[int]:
-        return [rank for rank, its_node in enumerate(self.of_ranks) if its_node == node]
+        return [rank for rank, other in enumerate(self.of_ranks) if other == node]
 
-    def holds(self, manifest: Manifest) -> list[int]:
-        """The numbers of the files of a checkpoint of this run that this node gets a copy of."""
+    def files(self, manifest: Manifest) -> list[int]:
+        """The numbers of the files of a checkpoint that this node gets a copy of."""
         node_of = {file_name(rank): node for rank, node in enumerate(self.of_ranks)}
         count = max(self.of_ranks) + 1
         numbers = []
         for number, file in enumerate(manifest.files):
             node = node_of.get(file.name, number % count)
-            if self.own in (node, _partner(node, count)):
+            if self.this in (node, _partner(node, count)):
                 numbers.append(number)
         return numbers
 
 
 @dataclass(frozen=True)
-class _Held:
-    """What the nodes hold of one checkpoint: for each of its files, the nodes that have it."""
+class _CopiedFiles:
+    """The copied files of a checkpoint, with the nodes that hold each of them."""
 
     step: int
     digest: str
@@ -92,18 +90,18 @@ def copy_to_nodes(
     storage: Storage = DISK,
     beat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Copies each node's part of a checkpoint to a folder of its own disk; collective over the whole mesh.
+    """Copies each node's share of a checkpoint to a folder on its local disk; collective over the whole mesh.
 
-    The ranks of a node share its files. The newest two copies stay. If one node cannot read or write its files, none
-    appears.
+    The files of a node are divided among its ranks. The newest two copies are kept. No copy appears if any node cannot
+    read or write its files.
 
     Raises:
-        DamagedError, StorageError: as `copy_checkpoint`.
+        DamagedError, StorageError: see `copy_checkpoint`.
     """
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage))
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
     copy = CopyInProgress(source, directory, manifest, run, FLAG, storage, beat)
-    numbers, neighbours = nodes.holds(manifest), nodes.ranks(nodes.own)
+    numbers, neighbours = nodes.files(manifest), nodes.ranks(nodes.this)
     need_bytes = sum(manifest.files[number].size_bytes for number in numbers)
 
     def on_first_of_node(work: Callable[[], object]) -> None:
@@ -129,59 +127,59 @@ def collect(
     check: Callable[[Path, Mapping[str, Any]], None] | None = None,
     storage: Storage = DISK,
 ) -> Path | None:
-    """Puts together the newest checkpoint of which some node has each file; collective over the whole mesh.
+    """Assembles the newest checkpoint whose files are all on some node; collective over the whole mesh.
 
-    Every byte is compared with its digest on the way, and a file that is damaged on one node is taken from another.
+    Verifies every byte; a file that is damaged on one node is read from another.
 
     Args:
-        directory: of the copies, on each node.
-        target: the folder, seen by all nodes, in which the checkpoint appears.
-        after_step: only a newer checkpoint is worth it.
-        check: called with each folder and its record; one for which it raises DamagedError is passed over.
+        directory: the folder of the copies, on each node.
+        target: the shared folder in which the checkpoint appears.
+        after_step: only a newer checkpoint is assembled.
+        check: called with each folder and its record; the folder is skipped if it raises DamagedError.
 
     Returns:
-        the checkpoint; None if the nodes hold none that is newer.
+        the checkpoint; None if the nodes have no newer one.
 
     Raises:
         StorageError: the target cannot be written.
     """
     nodes = Nodes.of(mesh)
     listed = run_on_all(mesh, lambda: _list(directory, after_step, check, storage) if nodes.is_first else [])
-    for held in _newest_first(all_gather_json(listed, mesh.control), nodes):
-        if not held.is_complete:
+    for files in _newest_first(all_gather_json(listed, mesh.control), nodes):
+        if not files.is_complete:
             if nodes.rank == 0:
-                log.warning(f"{directory} of the nodes that are left holds iteration {held.step} only in part")
+                log.warning(f"{directory} on the remaining nodes has only a part of iteration {files.step}")
             continue
-        made = _put_together(held, directory, target, mesh, nodes, storage)
-        if made is not None:
-            return made
+        path = _assemble(files, directory, target, mesh, nodes, storage)
+        if path is not None:
+            return path
     return None
 
 
 def _partner(node: int, count: int) -> int:
-    """The node that holds the files of another; of an odd number, the last one's are with the one before it."""
+    """The node that also holds the files of a node; the last of an odd number is paired with the one before it."""
     return node ^ 1 if node ^ 1 < count else max(node - 1, 0)
 
 
 def _prune(directory: Path, newest: int, storage: Storage) -> None:
-    """Removes the copies before the newest; a run that goes back to an older step leaves those of later ones."""
+    """Removes old copies, except those of later steps, from before the run went back to an older one."""
     before = [step for step in steps_in(directory, storage) if step <= newest]
     for step in sorted(before, reverse=True)[_KEPT:]:
         try:
             remove_checkpoint(directory / folder_name(step), storage)
         except OSError as failure:
-            log.warning(f"{directory / folder_name(step)} stays, because it cannot be removed: {failure}")
+            log.warning(f"{directory / folder_name(step)} cannot be removed: {failure}")
 
 
 def _list(
     directory: Path, after_step: int, check: Callable[[Path, Mapping[str, Any]], None] | None, storage: Storage
 ) -> list[Any]:
-    """Step, digest, number of files of each copy on this node, and the numbers of those that are there."""
+    """Step, digest, number of files, and present file numbers of each copy on this node."""
     listed: list[Any] = []
     try:
         steps = list(steps_in(directory, storage)) if storage.exists(directory) else []
     except OSError as failure:  # a disk that fails must not end the start of the other nodes
-        log.warning(f"passing over the copies in {directory}: {failure}")
+        log.warning(f"skipping the copies in {directory}: {failure}")
         return []
     for step in steps:
         folder = directory / folder_name(step)
@@ -192,10 +190,12 @@ def _list(
             if check is not None:
                 check(folder, manifest.record)
         except (CheckpointError, StorageError) as failure:
-            log.warning(f"passing over the copy {folder}: {failure}")
+            log.warning(f"skipping the copy {folder}: {failure}")
             continue
-        there = [number for number, file in enumerate(manifest.files) if _size(folder / file.name, storage) is not None]
-        listed.append([step, manifest.digest, len(manifest.files), there])
+        present = [
+            number for number, file in enumerate(manifest.files) if _size(folder / file.name, storage) is not None
+        ]
+        listed.append([step, manifest.digest, len(manifest.files), present])
     return listed
 
 
@@ -207,27 +207,27 @@ def _size(path: Path, storage: Storage) -> int | None:
         return None
 
 
-def _newest_first(listed: list[list[Any]], nodes: Nodes) -> list[_Held]:
+def _newest_first(listed: list[list[Any]], nodes: Nodes) -> list[_CopiedFiles]:
     holders: dict[tuple[int, str], dict[int, list[int]]] = {}
     counts: dict[tuple[int, str], int] = {}
-    for rank, of_rank in enumerate(listed):
-        for step, digest, count, numbers in of_rank:
+    for rank, copies in enumerate(listed):
+        for step, digest, count, numbers in copies:
             counts[step, digest] = count
             for number in numbers:
                 holders.setdefault((step, digest), {}).setdefault(number, []).append(nodes.of_ranks[rank])
     order = sorted(counts, reverse=True)
-    return [_Held(*key, held := holders.get(key, {}), len(held) == counts[key]) for key in order]
+    return [_CopiedFiles(*key, nodes_of := holders.get(key, {}), len(nodes_of) == counts[key]) for key in order]
 
 
-def _put_together(
-    held: _Held, directory: Path, target: Path, mesh: ParallelMesh, nodes: Nodes, storage: Storage
+def _assemble(
+    files: _CopiedFiles, directory: Path, target: Path, mesh: ParallelMesh, nodes: Nodes, storage: Storage
 ) -> Path | None:
-    """Copies the files of one checkpoint from the nodes that hold them; None if a file is damaged wherever it is."""
-    source = directory / folder_name(held.step)
-    holders = {number: list(its_nodes) for number, its_nodes in held.holders.items()}
+    """Copies the files of a checkpoint from the nodes that hold them; None if all copies of a file are damaged."""
+    source = directory / folder_name(files.step)
+    holders = {number: list(nodes_of) for number, nodes_of in files.holders.items()}
     run = run_on_first(mesh, lambda: secrets.token_hex(8))
-    keeper = nodes.ranks(min(node for its_nodes in holders.values() for node in its_nodes))[0]
-    has_copy = any(nodes.own in its_nodes for its_nodes in holders.values())
+    keeper = nodes.ranks(min(node for nodes_of in holders.values() for node in nodes_of))[0]
+    has_copy = any(nodes.this in nodes_of for nodes_of in holders.values())
     manifest = run_on_all(mesh, lambda: read_manifest(source, storage) if has_copy else None)
     copy = None if manifest is None else CopyInProgress(source, target, manifest, run, "--load", storage, lambda: None)
 
@@ -239,8 +239,8 @@ def _put_together(
         on_keeper(lambda copy: open_temporary(copy.temporary, copy.size_bytes, storage, "--load"))
         while remaining:
             plan = {number: _reader(number, holders[number], nodes) for number in remaining}
-            own = [number for number, (_, rank) in plan.items() if rank == nodes.rank]
-            damaged = run_on_all(mesh, lambda own=own: [] if copy is None else _copy_good(copy, own))  # type: ignore[misc]
+            mine = [number for number, (_, rank) in plan.items() if rank == nodes.rank]
+            damaged = run_on_all(mesh, functools.partial(_copy_good, copy, mine))
             remaining = sorted(number for numbers in all_gather_json(damaged, mesh.control) for number in numbers)
             for number in remaining:
                 holders[number].remove(plan[number][0])
@@ -253,8 +253,8 @@ def _put_together(
             discard(copy.temporary, storage)
         raise
     if nodes.rank == 0:
-        log.warning(f"iteration {held.step} was put together in {target} from the copies that nodes hold ({FLAG})")
-    return target / folder_name(held.step)
+        log.warning(f"iteration {files.step} was assembled in {target} from the copies on the nodes ({FLAG})")
+    return target / folder_name(files.step)
 
 
 def _reader(number: int, holders: list[int], nodes: Nodes) -> tuple[int, int]:
@@ -264,14 +264,16 @@ def _reader(number: int, holders: list[int], nodes: Nodes) -> tuple[int, int]:
     return node, ranks[number % len(ranks)]
 
 
-def _copy_good(copy: CopyInProgress, numbers: list[int]) -> list[int]:
-    """Copies files and returns the numbers of those that are damaged here."""
-    damaged = []
+def _copy_good(copy: CopyInProgress | None, numbers: list[int]) -> list[int]:
+    """Copies files; returns the numbers of those that are damaged on this node."""
+    damaged: list[int] = []
+    if copy is None:
+        return damaged
     for number in numbers:
         try:
             copy.copy_files([number])
         except DamagedError as damage:
-            log.warning(f"taking it from another node: {damage}")
+            log.warning(f"reading the file from another node: {damage}")
             copy.storage.remove_file(copy.temporary / copy.manifest.files[number].name)
             damaged.append(number)
     return damaged

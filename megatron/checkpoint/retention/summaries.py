@@ -1,4 +1,4 @@
-"""The checkpoints of a folder, and what is known of each without its tensors, read once for each manifest."""
+"""Summaries of the checkpoints in a folder, without their tensors; each manifest is read once."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megatron.errors import DamagedError
 
 @dataclass(frozen=True)
 class ManifestSummary:
-    """A checkpoint whose manifest and file sizes are good.
+    """A checkpoint with a valid manifest and file sizes.
 
     Attributes:
-        digest: of its manifest, and so of all its bytes.
-        files: names and sizes in bytes, those of its index files included, without the manifest.
-        run_id: the run it belongs to; empty if it names none.
+        digest: of its manifest, which covers all files.
+        files: names and sizes in bytes, including index files but not the manifest.
+        run_id: the run it belongs to; empty if unknown.
         validation_loss: of the evaluation at its step, in nats per token; None without one.
-        layout: sizes of the axes of the run that saved it, by name; empty if its record does not say.
+        layout: axis sizes of the run that saved it, by name; empty if unknown.
     """
 
     path: Path
@@ -45,7 +45,6 @@ class ManifestSummary:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its files, without the manifest."""
         return sum(size for _, size in self.files)
 
     @classmethod
@@ -66,19 +65,19 @@ class ManifestSummary:
 
 @final
 class ManifestSummaries:
-    """ManifestSummaries of checkpoint folders; a manifest is parsed again only if another one has taken its place."""
+    """A cache of summaries; a manifest is parsed again only if it was replaced."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._known: dict[Path, ManifestSummary] = {}
 
     def of(self, folder: Path) -> ManifestSummary:
-        """The summary of a folder; looks at the sizes of its files each time.
+        """The summary of a folder; checks the sizes of its files each time.
 
         Raises:
             DamagedError: its manifest is missing or damaged, or a file is missing or has another size.
-            CheckpointError: it was written in another format version.
-            StorageError: the system refused for a reason that has nothing to do with the checkpoint.
+            CheckpointError: it has another format version.
+            StorageError: the system refused to read, for a reason unrelated to the checkpoint.
         """
         known = self._known.pop(folder, None)
         if known is not None and stored_digest(folder, self._storage) == known.digest:
@@ -91,12 +90,12 @@ class ManifestSummaries:
         return known
 
     def forget(self, folder: Path) -> None:
-        """Drops what is known of a folder that was deleted."""
+        """Removes a deleted folder from the cache."""
         self._known.pop(folder, None)
 
 
 def steps_in(directory: Path, storage: Storage) -> dict[int, Path]:
-    """The folders with the name of a checkpoint, newest first, by step; links are left out.
+    """The folders with the name of a checkpoint, newest first, by step; without links.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -111,13 +110,13 @@ def steps_in(directory: Path, storage: Storage) -> dict[int, Path]:
 
 
 def other_files(summary: ManifestSummary, storage: Storage) -> list[str]:
-    """What is in a checkpoint's folder and is not part of it; remains of network file systems do not count.
+    """The files in a checkpoint's folder that are not part of it, except leftovers of network file systems.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    own = {MANIFEST_NAME, *(name for name, _ in summary.files)}
-    return [name for name in storage.names(summary.path) if name not in own and not name.startswith(".nfs")]
+    expected = {MANIFEST_NAME, *(name for name, _ in summary.files)}
+    return [name for name in storage.names(summary.path) if name not in expected and not name.startswith(".nfs")]
 
 
 def _check_sizes(summary: ManifestSummary, storage: Storage) -> None:

@@ -1,5 +1,4 @@
-"""Files of token ids: `.bin/.idx` pairs and their sidecars, windows in Parquet files, and files written atomically.
+"""File formats for token ids: `.bin/.idx` pairs with their sidecars, and windows in Parquet files.
 
-Each format is read and written here and nowhere else. Nothing here knows which sample comes when, or what a training
-run is.
+Each format is read and written here and nowhere else. Nothing here depends on sample order or training runs.
 """

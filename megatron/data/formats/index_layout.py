@@ -1,8 +1,8 @@
-"""The layouts of an `.idx` file: which tables there are, where each begins, and the bytes of its entries.
+"""The layouts of an `.idx` file: its tables, their offsets, and the bytes of their entries.
 
-Two exist in the Megatron family: `MMIDIDX` ("mmap", written by every current preprocessing tool) and the older `TNTIDX`
-("cached" and "lazy"). Nothing here touches a file: a writer or a merge asks for the bytes of some sequences and puts
-them where they belong, in any order and from several processes.
+The Megatron family has two: `MMIDIDX` ("mmap", written by every current preprocessing tool) and the older `TNTIDX`
+("cached" and "lazy"). Nothing here touches a file: a writer or a merge gets the bytes and offsets of some sequences and
+writes them in any order, from several processes.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/indexed_dataset.py`; NVIDIA Megatron-LM
 `megatron/core/datasets/indexed_dataset.py`.
@@ -34,9 +34,7 @@ DTYPE_OF_CODE: dict[int, np.dtype] = {
     6: np.dtype("<f8"),
     8: np.dtype("<u2"),
 }
-"""What each dtype code means. Code 7 is float64 to bigscience and float32 to NVIDIA; the size of the `.bin` file
-decides.
-"""
+"""Code 7 is missing: it is float64 to bigscience and float32 to NVIDIA, and the size of the `.bin` file decides."""
 
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
@@ -45,11 +43,11 @@ Entries = Iterator[tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class IndexTables:
-    """Where each table of an `.idx` file begins, in bytes.
+    """The byte offsets of the tables in an `.idx` file.
 
     Args:
         is_cached: the file has the older layout.
-        documents: without the 0 that begins their table.
+        documents: number of documents, without the leading 0 of their table.
     """
 
     is_cached: bool
@@ -62,7 +60,7 @@ class IndexTables:
 
     @property
     def at_starts(self) -> int:
-        """Of the data offsets in elements (cached), or of the pointers in bytes (mmap)."""
+        """Offset of the data offsets, in elements (cached), or of the pointers, in bytes (mmap)."""
         return self.header.size + (8 * (self.sequences + 1) if self.is_cached else 4 * self.sequences)
 
     @property
@@ -71,22 +69,22 @@ class IndexTables:
 
     @property
     def at_documents(self) -> int:
-        """Of the sequences up to the end of each document."""
+        """Offset of the document table: the number of sequences up to the end of each document."""
         return (self.at_lengths if self.is_cached else self.at_starts) + 8 * self.sequences
 
     @property
     def at_modes(self) -> int:
-        """Of NVIDIA's modes, which only the mmap layout may have; without them the end of the file."""
+        """Offset of NVIDIA's modes, which only the mmap layout may have; the end of the file without them."""
         return self.at_documents + 8 * (self.documents + 1)
 
 
 @dataclass(frozen=True)
 class IndexLayout(IndexTables):
-    """The bytes of an `.idx` file whose sequences and documents are counted.
+    """The bytes of an `.idx` file with known numbers of sequences and documents.
 
     Args:
         dtype: element type of the `.bin` file.
-        has_modes: whether the table of modes follows.
+        has_modes: the file has a table of modes.
     """
 
     dtype: np.dtype[Any]
@@ -103,9 +101,7 @@ class IndexLayout(IndexTables):
         return self.at_modes + (self.sequences if self.has_modes else 0)
 
     def frame(self) -> Entries:
-        """What does not depend on the sequences, as (byte offset, bytes): the header, the 0 that begins the document
-        table, and the sums that end the offsets of the cached layout.
-        """
+        """Yields the parts that do not depend on single sequences, as (byte offset, bytes)."""
         code = CODE_OF_DTYPE[self.dtype]
         entries = self.documents + 1
         if self.is_cached:
@@ -118,12 +114,12 @@ class IndexLayout(IndexTables):
         yield self.at_documents, bytes(8)
 
     def of_sequences(self, first: int, lengths: np.ndarray, first_token: int) -> Entries:
-        """The entries of sequences that follow each other, as (byte offset, bytes).
+        """Yields the entries of consecutive sequences, as (byte offset, bytes).
 
         Args:
-            first: number of the first of them in the file.
-            lengths: their tokens.
-            first_token: tokens before them.
+            first: index of the first one in the file.
+            lengths: in tokens.
+            first_token: number of tokens before them.
         """
         ends = np.cumsum(lengths, dtype=np.int64) + first_token
         starts = ends - lengths
@@ -136,14 +132,14 @@ class IndexLayout(IndexTables):
             yield self.at_starts + 8 * first, (starts * self.dtype.itemsize).astype("<i8").tobytes()
 
     def of_documents(self, first: int, ends: np.ndarray) -> tuple[int, bytes]:
-        """The entries of documents that follow each other: (byte offset, bytes).
+        """Returns the entries of consecutive documents: (byte offset, bytes).
 
         Args:
-            first: number of the first of them in the file.
-            ends: sequences of the file up to the end of each.
+            first: index of the first one in the file.
+            ends: number of sequences in the file up to the end of each.
         """
         return self.at_documents + 8 * (first + 1), ends.astype("<i8").tobytes()
 
     def of_modes(self, first: int, modes: np.ndarray) -> tuple[int, bytes]:
-        """The modes of sequences that follow each other: (byte offset, bytes)."""
+        """Returns the modes of consecutive sequences: (byte offset, bytes)."""
         return self.at_modes + first, modes.tobytes()

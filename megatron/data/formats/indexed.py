@@ -1,7 +1,7 @@
-"""Reader of Megatron's token files: a `.bin` of token ids back to back and an `.idx` that says where each sequence is.
+"""Reader for Megatron's token files: a `.bin` of contiguous token ids and an `.idx` with the offset of each sequence.
 
-Every entry of every table is checked against the sizes of both files when a pair is opened, so that a damaged one is
-refused at the start and not when its bad sequence is drawn. See `index_layout.py` for the two layouts of an `.idx`.
+Every table entry is checked against the sizes of both files on opening, so that a damaged pair is rejected at the start
+and not when its bad sequence is drawn. See `index_layout.py` for the two layouts of an `.idx`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _MAPPED_ABOVE_BYTES = 1 << 20
 
 
 class IndexedDataset:
-    """Random access to the sequences of one `.bin/.idx` pair, checked when it is opened.
+    """Random access to the sequences of one `.bin/.idx` pair, checked on opening.
 
-    The tables are mapped; token ids are read with exact-length positioned reads, so that a file truncated while in use
-    gives an error, not a bus error or stray memory. Safe to use from several threads.
+    The tables are mapped; token ids are read with positioned reads of exact length, so that a file truncated while in
+    use raises an error, not SIGBUS. Safe to use from several threads.
 
     Shapes:
         lengths: int32 [N]; pointers: int64 [N] in bytes; documents: int64 [D].
@@ -55,7 +55,7 @@ class IndexedDataset:
         prefix: path of the pair without `.bin` and `.idx`.
 
     Raises:
-        DataError: a file is missing, damaged, or the two do not belong together.
+        DataError: a file is missing or damaged, or the two do not match.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -80,7 +80,7 @@ class IndexedDataset:
 
     @property
     def layout(self) -> str:
-        """The layout of the index as `--data-impl` names it: "mmap" or "cached" (which lazy shares)."""
+        """The layout of the index in terms of `--data-impl`: "mmap" or "cached" (shared with lazy)."""
         return "cached" if self.is_cached else "mmap"
 
     @property
@@ -98,9 +98,9 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the header, the lengths, the document table and 64 stretches of the token ids.
+        """SHA-256 over the header, the lengths, the document table and 64 samples of the token ids.
 
-        Files with different lengths always differ; files with different tokens differ unless all stretches agree.
+        Files with different lengths always differ; files with different tokens differ unless all samples agree.
         """
         digest = hashlib.sha256(self._index.fingerprint().encode())
         size = self.tokens * self.dtype.itemsize
@@ -110,15 +110,15 @@ class IndexedDataset:
         return digest.hexdigest()
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Reads tokens [offset, offset + length) of a sequence; without a length, all from the offset on.
+        """Reads tokens [offset, offset + length) of a sequence; by default up to its end.
 
         Raises:
-            IndexError: the sequence, or the range inside it, does not exist.
+            IndexError: the sequence or the range is out of bounds.
             DataError: one of the two files was truncated since it was opened.
         """
         sequence, offset = operator.index(sequence), operator.index(offset)
         if not 0 <= sequence < len(self):
-            raise IndexError(f"{self.prefix} has {len(self)} sequences; there is no sequence {sequence}.")
+            raise IndexError(f"Sequence {sequence} is out of range: {self.prefix} has {len(self)} sequences.")
         self._index.check_uncut()
         available = int(self.lengths[sequence])
         length = available - offset if length is None else operator.index(length)
@@ -131,7 +131,7 @@ class IndexedDataset:
         return np.frombuffer(self._read(start, length * self.dtype.itemsize), dtype=self.dtype)
 
     def tokens_at(self, pointer: int, count: int) -> np.ndarray:
-        """Reads tokens from a byte offset of the `.bin` file on, whatever sequences they belong to.
+        """Reads tokens from a byte offset of the `.bin` file, regardless of sequences.
 
         Raises:
             DataError: the `.bin` file ended early.
@@ -143,16 +143,16 @@ class IndexedDataset:
     @overload
     def __getitem__(self, item: slice) -> list[np.ndarray]: ...
     def __getitem__(self, item: int | np.integer | slice) -> np.ndarray | list[np.ndarray]:
-        """One sequence, or a list of them for a slice without step.
+        """Returns one sequence, or a list of them for a slice without step.
 
         Raises:
-            IndexError: there is no such sequence.
+            IndexError: the sequence is out of range.
             ValueError: the slice has a step.
         """
         if isinstance(item, slice):
             start, stop, step = item.indices(len(self))
             if step != 1:
-                raise ValueError(f"Sequences are read in order: a slice with step {step} is not possible.")
+                raise ValueError(f"Sequences are read in order: a slice with step {step} is not supported.")
             return [self.get(sequence) for sequence in range(start, stop)]
         sequence = operator.index(item)
         return self.get(sequence + len(self) if sequence < 0 else sequence)
@@ -177,7 +177,7 @@ def check_pair(prefix: str) -> None:
     """Checks that the two files of a pair exist and can be read, and that the index has a valid header.
 
     Raises:
-        DataError: it is not so.
+        DataError: the check failed.
     """
     index, tokens = Path(prefix + ".idx"), Path(prefix + ".bin")
     for path in (index, tokens):
@@ -191,7 +191,7 @@ def check_pair(prefix: str) -> None:
 
 
 def _missing_file_text(prefix: str, path: Path) -> str:
-    """Says which file is missing and, where the folder shows it, which prefix was probably meant."""
+    """Returns a message with the missing file and, if possible, the prefix that was probably meant."""
     for suffix in (".bin", ".idx"):
         if prefix.endswith(suffix):
             return (
@@ -199,19 +199,17 @@ def _missing_file_text(prefix: str, path: Path) -> str:
             )
     if Path(prefix).is_file():
         make = f"tools/preprocess_data.py --input {prefix} --output-prefix NAME"
-        return f"{prefix} (a data path) is a file, not token files. Make them: {make}; or: train_on_text.py {prefix}"
+        return f"{prefix} (a data path) is a file, not token files. Create them: {make}; or: train_on_text.py {prefix}"
     folder = Path(prefix).parent
     near = sorted(str(index.with_suffix("")) for index in folder.glob("*.idx")) if folder.is_dir() else []
     likely = [name for name in near if name.startswith(prefix)] or near
-    place = os.path.abspath(folder)
+    absolute = os.path.abspath(folder)
     if likely:
-        hint = f"That folder holds {', '.join(likely[:3])}."
+        hint = f"The folder holds {', '.join(likely[:3])}."
     elif folder.is_dir():
-        hint = (
-            f"The folder {place} holds no .idx file. Give another prefix, or write one with tools/preprocess_data.py."
-        )
+        hint = f"{absolute} holds no .idx file. Give another prefix, or create one with tools/preprocess_data.py."
     else:
-        hint = f"The folder {place} does not exist either. Give another prefix."
+        hint = f"The folder {absolute} does not exist either. Give another prefix."
     return f"{path} does not exist (data prefix {prefix}). {hint}"
 
 
@@ -244,22 +242,22 @@ class TokenIndex:
         """Checks that the file still has its length: reading a map beyond its end would kill the process.
 
         Raises:
-            DataError: it was truncated.
+            DataError: the file was truncated.
         """
         mapped = self.raw.obj
         if isinstance(mapped, mmap.mmap) and mapped.size() < len(self.raw):
             raise DataError(
-                f"{self.path}: the file has {mapped.size()} bytes and had {len(self.raw)} when it was opened (byte "
-                f"offset {mapped.size()} is its end now). It was truncated while in use: restore it and start again."
+                f"{self.path}: the file has {mapped.size()} bytes and had {len(self.raw)} when it was opened. It was "
+                "truncated while in use: restore it and start again."
             )
 
     def fingerprint(self) -> str:
-        """SHA-256 (hexadecimal) over the header, the lengths and the document table; the pointers follow from these."""
+        """Returns the SHA-256 over the header, the lengths and the document table, which imply the pointers."""
         self.check_uncut()
         digest = hashlib.sha256()
         for start, stop in self.hashed_ranges:
-            for at in range(start, stop, _HASHED_BYTES):
-                digest.update(self.raw[at : min(at + _HASHED_BYTES, stop)])
+            for offset in range(start, stop, _HASHED_BYTES):
+                digest.update(self.raw[offset : min(offset + _HASHED_BYTES, stop)])
         return digest.hexdigest()
 
 
@@ -272,13 +270,13 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
         bin_bytes: size of the `.bin` file.
 
     Raises:
-        DataError: the file is damaged or does not belong to its `.bin`; the text names the entry and its byte offset.
+        DataError: the file is damaged or does not match its `.bin`; the message has the entry and its byte offset.
     """
     with open_plain(path) as stream:
         size = stream.seek(0, 2)
         if size > _MAPPED_ABOVE_BYTES:
             raw = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
-        else:  # a map would keep the file open, and a blend of hundreds of small sources has many
+        else:  # a map would keep the file open, and hundreds of small sources add up
             stream.seek(0)
             raw = memoryview(stream.read())
     beginning = bytes(raw[:LONGEST_MAGIC_BYTES])
@@ -287,12 +285,12 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
     header = CACHED_HEADER if is_cached else MMAP_HEADER
     if size < header.size:
         raise DataError(
-            f"{path}: the file has {size} bytes, its header alone takes {header.size}. It was truncated: copy it again."
+            f"{path}: the file has {size} bytes, less than the header's {header.size}. It was truncated: copy it again."
         )
     magic, version, code, *numbers = header.unpack_from(raw)
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path}: layout version {version} (byte offset {len(magic)}) is unknown; version {FORMAT_VERSION} is read."
+            f"{path}: layout version {version} (byte offset {len(magic)}) is unknown; expected {FORMAT_VERSION}."
         )
     if is_cached:
         return _read_cached_layout(path, raw, code, numbers, bin_path, bin_bytes)
@@ -300,10 +298,10 @@ def read_token_index(path: Path, bin_path: Path, bin_bytes: int) -> TokenIndex:
 
 
 def check_magic(path: Path, beginning: bytes, size: int) -> None:
-    """Checks by its first bytes that a file is an index of either layout.
+    """Checks the magic bytes of an index of either layout.
 
     Raises:
-        DataError: it is not.
+        DataError: the file is not an index.
     """
     if not beginning.startswith((MMAP_MAGIC, CACHED_MAGIC)):
         raise DataError(
@@ -368,8 +366,7 @@ def _read_cached_layout(
     dtype = _dtype_of(path, code, 16, tokens, bin_bytes)
     if element_bytes != dtype.itemsize:
         raise DataError(
-            f"{path}: byte offset 24 says {element_bytes} bytes per element, but dtype code {code} has "
-            f"{dtype.itemsize}."
+            f"{path}: {element_bytes} bytes per element (byte offset 24), but dtype code {code} has {dtype.itemsize}."
         )
     offsets, width = _table(raw, "<i8", tables.at_starts, sequences + 1), dtype.itemsize
     _check_offsets(path, offsets[:-1], lengths, 1, tables.at_starts, "data offset", bin_path, bin_bytes // width)
@@ -389,7 +386,7 @@ def _table(raw: memoryview, dtype: str, offset: int, count: int) -> np.ndarray:
 
 
 def _dtype_of(path: Path, code: int, offset: int, tokens: int, bin_bytes: int) -> np.dtype:
-    """Maps a dtype code; the ambiguous code 7 takes the width with which the `.bin` file has its size."""
+    """Returns the dtype for a code; the width of the ambiguous code 7 follows from the size of the `.bin` file."""
     if code == _AMBIGUOUS_FLOAT_CODE:
         return np.dtype("<f8") if bin_bytes == 8 * tokens else np.dtype("<f4")
     if code not in DTYPE_OF_CODE:
@@ -417,9 +414,7 @@ def _check_offsets(
     bin_path: Path,
     bin_units: int,
 ) -> None:
-    """Checks that offsets are the exclusive running sum of the lengths (times `unit`) and end where the `.bin` file
-    ends.
-    """
+    """Checks that offsets are the exclusive running sum of the lengths (times `unit`) up to the end of the `.bin`."""
     total = 0
     for start in range(0, len(offsets), _CHUNK_ENTRIES):
         ends = np.cumsum(lengths[start : start + _CHUNK_ENTRIES], dtype=np.int64) * unit + total
@@ -431,7 +426,7 @@ def _check_offsets(
         wrong = np.flatnonzero(chunk != expected)
         if wrong.size and not (beyond.size and beyond[0] < wrong[0]):
             entry = start + int(wrong[0])
-            rule = f"must be {int(expected[wrong[0]])}, where the sequence before it ends"
+            rule = f"must be {int(expected[wrong[0]])}, the end of the previous sequence"
             raise _entry_error(path, what, entry, table_offset, 8, offsets, rule)
         if beyond.size:
             entry = start + int(beyond[0])
@@ -443,37 +438,37 @@ def _check_offsets(
         total = int(ends[-1])
     if total != bin_units:
         raise DataError(
-            f"{bin_path}: the file has {bin_units - total} bytes after byte offset {total}, where the last sequence of "
-            f"{path} ends. The two files do not belong together: copy both again."
+            f"{bin_path}: the file has {bin_units - total} bytes after byte offset {total}, the end of the last "
+            f"sequence of {path}. The two files do not match: copy both again."
         )
 
 
 def _documents(path: Path, raw: memoryview, tables: IndexTables) -> np.ndarray:
-    """The checked document table: from 0 to the number of sequences, never falling."""
-    at, sequences = tables.at_documents, tables.sequences
-    documents = _table(raw, "<i8", at, tables.documents + 1)
+    """Returns the document table, checked to run from 0 to the number of sequences without decreasing."""
+    offset, sequences = tables.at_documents, tables.sequences
+    documents = _table(raw, "<i8", offset, tables.documents + 1)
     if len(documents) == 0:
-        raise DataError(f"{path}: the document table (byte offset {at}) is empty; it must begin with 0.")
+        raise DataError(f"{path}: the document table (byte offset {offset}) is empty; it must begin with 0.")
     if documents[0] != 0:
-        raise _entry_error(path, "document", 0, at, 8, documents, "must be 0")
+        raise _entry_error(path, "document", 0, offset, 8, documents, "must be 0")
     for start in range(0, len(documents) - 1, _CHUNK_ENTRIES):
         chunk = documents[start : start + _CHUNK_ENTRIES + 1]
         wrong = np.flatnonzero((chunk[1:] < chunk[:-1]) | (chunk[1:] > sequences))
         if wrong.size:
             entry = start + int(wrong[0]) + 1
             before = int(documents[entry - 1])
-            rule = f"must lie between the entry before it ({before}) and the number of sequences ({sequences})"
-            raise _entry_error(path, "document", entry, at, 8, documents, rule)
+            rule = f"must be between the previous entry ({before}) and the number of sequences ({sequences})"
+            raise _entry_error(path, "document", entry, offset, 8, documents, rule)
     if documents[-1] != sequences:
         rule = f"must be the number of sequences ({sequences}); an old merge tool may have lost the table"
-        raise _entry_error(path, "document", len(documents) - 1, at, 8, documents, rule)
+        raise _entry_error(path, "document", len(documents) - 1, offset, 8, documents, rule)
     return documents
 
 
 def _entry_error(
     path: Path, what: str, entry: int, table_offset: int, entry_bytes: int, table: np.ndarray, rule: str
 ) -> DataError:
-    at = table_offset + entry_bytes * entry
+    offset = table_offset + entry_bytes * entry
     return DataError(
-        f"{path}: {what} {entry} (byte offset {at}) is {int(table[entry])}; it {rule}. The file is damaged."
+        f"{path}: {what} {entry} (byte offset {offset}) is {int(table[entry])}; it {rule}. The file is damaged."
     )

@@ -1,4 +1,4 @@
-"""Writer of Megatron's token files: both files of a pair appear, complete, when it is closed."""
+"""Writer for Megatron's token files: both files of a pair appear, complete, when the writer is closed."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ _WRITE_BACK_BYTES = 1 << 20
 
 
 def width_for(vocab_size: int | None, *, is_cached: bool = False) -> np.dtype:
-    """The dtype in which ids of a vocabulary are written: uint16 below 65500 entries, int32 otherwise or when unknown,
-    and always in the cached layout, as upstream writes it.
+    """Returns the dtype for the ids of a vocabulary, as in upstream: uint16 below 65500 entries, else int32.
+
+    The cached layout and an unknown vocabulary always use int32.
     """
     narrow = vocab_size is not None and vocab_size < _NARROW_VOCABULARY_LIMIT and not is_cached
     return np.dtype(np.uint16 if narrow else np.int32)
 
 
 def clear_leftovers(prefix: str | Path) -> None:
-    """Removes the temporary files that killed runs of this machine left of a pair and its sidecar, and says so."""
+    """Removes and logs temporary files of a pair and its sidecar left behind by killed runs on this machine."""
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), sidecar_path(prefix)):
         for leftover in remove_leftovers(path):
-            log.info(f"Removed {leftover}, which a killed run had left.")
+            log.info(f"Removed {leftover}, left behind by a killed run.")
 
 
 class IndexedWriter:
-    """Writes one `.bin/.idx` pair; the two appear under their names, `.idx` last, only when everything is on disk.
+    """Writes one `.bin/.idx` pair; the files get their names, `.idx` last, only once everything is on disk.
 
-    Use as a context manager; an exception inside leaves nothing behind. Memory does not grow with the data: lengths and
+    Use as a context manager; an exception leaves no files behind. Memory does not grow with the data: lengths and
     document ends go to unnamed temporary files in the same folder.
 
     Args:
-        prefix: path of the pair without suffix; its folder is made if it does not exist.
+        prefix: path of the pair without suffix; its folder is created if necessary.
         dtype: element type of the `.bin` file, see `width_for`.
         is_cached: write the `.idx` file in upstream's older layout ("cached" and "lazy"); its own tools expect int32.
 
     Raises:
         DataError: ids do not fit the element type, or lengths and tokens disagree.
-        StorageError: the file system refused a write.
+        StorageError: a write failed.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike, *, is_cached: bool = False) -> None:
@@ -115,12 +116,12 @@ class IndexedWriter:
         empty: int,
         skipped: int = 0,
     ) -> None:
-        """Publishes a `Sidecar` with the pair, all of which is written; without one, an older one is removed."""
+        """Adds a `Sidecar` to the complete pair; without it, publishing removes an older sidecar."""
         counts = (self.document_count, empty, skipped, self.sequences, self.tokens)
         self._sidecar = Sidecar(*counts, append_eod, tokenizer, versions, sources)
 
     def add_document(self, sequences: Iterable[ArrayLike]) -> None:
-        """Appends one document made of sequences of token ids; without sequences it is an empty document."""
+        """Appends a document that consists of sequences of token ids; no sequences make an empty document."""
         arrays = [np.asarray(sequence) for sequence in sequences]
         lengths = [array.size for array in arrays]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
@@ -135,14 +136,12 @@ class IndexedWriter:
             tokens: [sum of lengths]; lengths: [n]; sequences_per_document: [documents], summing to n.
 
         Args:
-            sequences_per_document: how the sequences form documents; each is a document of its own if this is left out.
+            sequences_per_document: number of sequences in each document; 1 by default.
         """
         ids = self._checked_tokens(np.asarray(tokens))
         counts, ends = self._checked_tables(lengths, sequences_per_document)
         if int(counts.sum()) != ids.size:
-            raise DataError(
-                f"{self.bin_path}: {ids.size} tokens were given, but the lengths sum to {int(counts.sum())}."
-            )
+            raise DataError(f"{self.bin_path}: got {ids.size} tokens, but the lengths sum to {int(counts.sum())}.")
         start = self.tokens * self.dtype.itemsize
         self._append(ids.view(np.uint8).data, counts, ends)
         if ids.nbytes >= _WRITE_BACK_BYTES:
@@ -151,13 +150,13 @@ class IndexedWriter:
     def reserve(
         self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None = None
     ) -> tuple[str, int]:
-        """Appends sequences whose tokens another process writes, in `dtype`, before this writer is closed.
+        """Appends sequences whose tokens another process writes, as `dtype`, before this writer is closed.
 
         Shapes:
             as in `add_batch`.
 
         Returns:
-            path of the unfinished `.bin` file, and the byte offset in it at which the tokens must be written.
+            path of the unfinished `.bin` file, and the byte offset for the tokens.
         """
         counts, ends = self._checked_tables(lengths, sequences_per_document)
         start = self.tokens * self.dtype.itemsize
@@ -171,7 +170,7 @@ class IndexedWriter:
     def _checked_tables(
         self, lengths: Sequence[int] | np.ndarray, sequences_per_document: ArrayLike | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths of sequences, and after how many sequences of the whole file each document ends."""
+        """Returns lengths of sequences, and the number of sequences in the file up to the end of each document."""
         counts = np.asarray(lengths, dtype=np.int64)
         per_document = (
             np.ones(len(counts), np.int64) if sequences_per_document is None else np.asarray(sequences_per_document)
@@ -179,12 +178,11 @@ class IndexedWriter:
         if counts.size and (counts.min() < 0 or counts.max() > LONGEST_SEQUENCE_TOKENS):
             worst = int(counts.min() if counts.min() < 0 else counts.max())
             raise DataError(
-                f"{self.bin_path}: a sequence of {worst} tokens cannot be stored; 0 to {LONGEST_SEQUENCE_TOKENS} can."
+                f"{self.bin_path}: invalid length of a sequence: {worst} tokens; 0 to {LONGEST_SEQUENCE_TOKENS} fit."
             )
         if int(per_document.sum()) != len(counts) or (per_document.size and per_document.min() < 0):
             raise DataError(
-                f"{self.bin_path}: {len(counts)} sequences were given, but the documents hold "
-                f"{int(per_document.sum())}."
+                f"{self.bin_path}: got {len(counts)} sequences, but the documents hold {int(per_document.sum())}."
             )
         return counts, self.sequences + np.cumsum(per_document, dtype=np.int64)
 
@@ -193,7 +191,7 @@ class IndexedWriter:
             return np.empty(0, self.dtype)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
-                f"{self.bin_path}: token ids must be a row of integers, not {tokens.ndim}-D {tokens.dtype.name}."
+                f"{self.bin_path}: token ids must be 1-D integers, not {tokens.ndim}-D {tokens.dtype.name}."
             )
         if tokens.dtype != self.dtype:
             limits = np.iinfo(self.dtype)
@@ -219,13 +217,13 @@ class IndexedWriter:
         self.document_count += len(document_ends)
 
     def _complete(self) -> None:
-        """Puts everything on disk under temporary names."""
+        """Writes everything to disk under temporary names."""
         try:
             self._bin.flush()
             written = os.fstat(self._bin.fileno()).st_size
             if written != self.tokens * self.dtype.itemsize:
                 raise DataError(
-                    f"{self.bin_path}: {written} bytes were written, but {self.tokens} tokens need "
+                    f"{self.bin_path}: {written} bytes were written, but {self.tokens} tokens take "
                     f"{self.tokens * self.dtype.itemsize}; nothing was published. Run the same command again."
                 )
             sync_file(self._bin.fileno())
@@ -242,7 +240,6 @@ class IndexedWriter:
         return storage_error(self.bin_path, failure, self.tokens * self.dtype.itemsize)
 
     def _write_index(self, layout: IndexLayout, stream: BinaryIO) -> None:
-        """Puts every entry in its place; the places of a table follow each other, so that nothing stays unwritten."""
         for spilled in (self._lengths, self._documents):
             spilled.flush()
         for offset, data in self._entries(layout):
@@ -272,13 +269,13 @@ class IndexedWriter:
 
 
 def publish_pairs(writers: Sequence[IndexedWriter]) -> None:
-    """Completes writers of one folder and publishes all their files, or, where the disk refuses, none.
+    """Completes writers of one folder and publishes all their files, or none if the disk fails.
 
-    Of each pair the `.idx` comes last, so that a crash in between leaves no pair that does not match.
+    The `.idx` of each pair comes last, so that a crash leaves no mismatched pair.
 
     Raises:
         DataError: fewer tokens were written than reserved.
-        StorageError: the file system refused; older files of these names are as they were.
+        StorageError: the file system failed; older files of these names are unchanged.
     """
     for writer in writers:
         writer._complete()

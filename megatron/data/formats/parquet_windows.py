@@ -1,8 +1,8 @@
-"""Windows of tokens in Parquet files: rows of one length with the columns `input_ids`, `attention_mask`, `labels`.
+"""Windows of tokens in Parquet files: rows of equal length with the columns `input_ids`, `attention_mask`, `labels`.
 
-Any tool may have written them; `labels` repeat `input_ids` where there is something to learn and hold the ignore label
-elsewhere (the shift by one happens in the model). Files of `tools/corpus/featurize.py` also say, in their footer, how
-the windows were cut and where in its document each of them begins, so that the documents can be reassembled.
+Any tool may write them; `labels` repeat `input_ids` at positions with a loss and hold the ignore label elsewhere (the
+shift by one happens in the model). Files of `tools/corpus/featurize.py` also store the cutting rules and each window's
+offset in its document in their footer, so that the documents can be reassembled.
 
 Source: the columns and the shard names `<path>-00000-of-00003` are from jax-lm-training's `preprocess.py` (Apache
 Beam's `WriteToParquet`).
@@ -37,7 +37,7 @@ OFFSETS_KEY = b"megatron.windows.offsets"
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of one length.
+    """Rows of equal length.
 
     Shapes:
         input_ids: int64 [n, s]; attention_mask: float32 [n, s], 1 for tokens and 0 for padding; labels: int64 [n, s].
@@ -50,17 +50,17 @@ class Windows:
 
 @dataclass(frozen=True)
 class WindowFacts:
-    """How the windows of a file were made; the same in all shards.
+    """The parameters of a file's windows; the same in all shards.
 
     Args:
         sequence_length: positions of every window.
-        special_tokens: ids put around the tokens of a window: 2 is `bos_id` and `eos_id`, 1 is `eos_id`, 0 none.
-        stride: tokens from the start of a window to the start of the next one of the document.
-        pad_id: fills short windows; `attention_mask` and `labels` mark padding, never this id.
-        mask_overlap: tokens that the window before holds too have the ignore label.
-        document_begin, document_end: ids that began and ended every document and were taken off, as `bos_id` and
-            `eos_id` say the same; None where none was.
-        tokenizer: that made the ids, None when unknown.
+        special_tokens: ids around the tokens of a window: 2 is `bos_id` and `eos_id`, 1 is `eos_id`, 0 none.
+        stride: tokens between the starts of consecutive windows of a document.
+        pad_id: fills short windows; padding is marked by `attention_mask` and `labels`, not by this id.
+        mask_overlap: tokens that are also in the previous window have the ignore label.
+        document_begin, document_end: ids removed from the ends of every document in favour of `bos_id` and `eos_id`;
+            None if none were.
+        tokenizer: of the ids; None if unknown.
     """
 
     sequence_length: int
@@ -77,7 +77,7 @@ class WindowFacts:
 
     @property
     def tokens_per_window(self) -> int:
-        """Most tokens of a document in one window."""
+        """Maximum number of document tokens in a window."""
         return self.sequence_length - self.special_tokens
 
     @property
@@ -90,10 +90,10 @@ class WindowFacts:
 
     @staticmethod
     def of_json(text: bytes, path: str) -> WindowFacts:
-        """Reads what `to_json` gave.
+        """Reads the output of `to_json`.
 
         Raises:
-            DataError: it is damaged or of a later version.
+            DataError: the text is damaged or of a later version.
         """
         try:
             content = json.loads(text)
@@ -107,24 +107,24 @@ class WindowFacts:
                 return WindowFacts(**content, tokenizer=record)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as failure:
             raise DataError(
-                f"{path}: the description in its footer is damaged ({type(failure).__name__}: {failure}). Make the "
-                "file again with tools/corpus/featurize.py."
+                f"{path}: the description in its footer is damaged ({type(failure).__name__}: {failure}). Recreate the "
+                "file with tools/corpus/featurize.py."
             ) from failure
         raise DataError(
-            f"{path}: its windows are described in version {version!r}; version {FORMAT_VERSION} is read. Use the "
-            "release that wrote them."
+            f"{path}: its windows have format version {version!r}, expected {FORMAT_VERSION}. Use the release that "
+            "wrote them."
         )
 
 
 class WindowFile:
-    """Reads the windows of one Parquet file by row groups; its form is checked when it is opened.
+    """Reads the windows of one Parquet file by row groups; the schema is checked on opening.
 
     Args:
         path: the file.
 
     Raises:
         ConfigError: pyarrow is missing.
-        DataError: there is no such file, it is damaged, or it holds something else than windows.
+        DataError: the file does not exist, is damaged, or does not hold windows.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -139,11 +139,11 @@ class WindowFile:
             self.rows: int = footer.num_rows
             self.group_rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
         except (OSError, ValueError, self._arrow.ArrowException) as failure:
-            raise DataError(f"{self.path} is not a Parquet file that can be read: {failure}.") from failure
+            raise DataError(f"{self.path} is not a readable Parquet file: {failure}.") from failure
         if sum(self.group_rows) != self.rows or min(self.group_rows, default=0) < 0:
             raise DataError(
                 f"{self.path}: its footer counts {self.rows} rows, but its row groups hold {sum(self.group_rows)}. The "
-                "file is damaged; fetch or make it again."
+                "file is damaged; download or create it again."
             )
         self._notes: Mapping[bytes, bytes] = footer.metadata or {}
         text = self._notes.get(FACTS_KEY)
@@ -162,36 +162,36 @@ class WindowFile:
 
     @cached_property
     def sequence_length(self) -> int:
-        """Positions of every window, by the footer; 0 when there is none.
+        """Positions of every window, by the footer; 0 without windows.
 
         Raises:
-            DataError: the values it counts do not make up rows of one length.
+            DataError: the counted values do not make up rows of equal length.
         """
         if self.facts is not None:
             return self.facts.sequence_length
         footer = self._file.metadata
-        leaves = [footer.schema.column(place).path.split(".")[0] for place in range(footer.num_columns)]
-        place = leaves.index(COLUMNS[0])
+        leaves = [footer.schema.column(index).path.split(".")[0] for index in range(footer.num_columns)]
+        column = leaves.index(COLUMNS[0])
         length = 0
         for group, rows in enumerate(self.group_rows):
-            values = footer.row_group(group).column(place).num_values if rows else 0
+            values = footer.row_group(group).column(column).num_values if rows else 0
             length = length or values // max(rows, 1)
             if values != rows * length:
                 raise DataError(
-                    f"{self.path}: row group {group} counts {values} input_ids in {rows} rows, which others say have "
-                    f"{length} each. Windows have one length: pad them when they are made."
+                    f"{self.path}: row group {group} has {values} input_ids in {rows} rows, expected {length} per row. "
+                    "Windows must have equal lengths: pad them when creating the file."
                 )
         return int(length)
 
     @cached_property
     def offsets(self) -> npt.NDArray[np.int64] | None:
-        """Where in its document each window begins, in tokens; None where another tool wrote the file.
+        """Offset of each window in its document, in tokens; None if another tool wrote the file.
 
         Shapes:
-            int64 [rows]; 0 begins a document.
+            int64 [rows]; 0 starts a document.
 
         Raises:
-            DataError: they are damaged.
+            DataError: the offsets are damaged.
         """
         text = self._notes.get(OFFSETS_KEY)
         if text is None:
@@ -200,22 +200,22 @@ class WindowFile:
         try:
             data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
         except (binascii.Error, zlib.error) as failure:
-            raise DataError(f"{self.path}: the places of its windows are damaged ({failure}).") from failure
+            raise DataError(f"{self.path}: the offsets of its windows are damaged ({failure}).") from failure
         if len(data) != size:
             raise DataError(
-                f"{self.path}: the places of its windows are damaged: {len(data)} bytes, {size} expected for "
-                f"{self.rows} rows. Make the file again with tools/corpus/featurize.py."
+                f"{self.path}: the offsets of its windows are damaged: {len(data)} bytes, expected {size} for "
+                f"{self.rows} rows. Recreate the file with tools/corpus/featurize.py."
             )
         return np.frombuffer(data, "<i8")
 
     def batches(self, rows: int, vocab_size: int | None = None, group: int | None = None) -> Iterator[Windows]:
-        """All windows, or one row group's, at most `rows` rows at once, however large it is.
+        """Yields the windows of the file or of one row group, at most `rows` at a time.
 
         Args:
-            vocab_size: ids must be below it; they are never negative.
+            vocab_size: ids must be below it.
 
         Raises:
-            DataError: rows are damaged, or hold nulls, rows of several lengths, or ids outside the vocabulary.
+            DataError: rows are damaged, hold nulls, differ in length, or have ids outside the vocabulary.
         """
         first = sum(self.group_rows[:group]) if group is not None else 0
         groups = None if group is None else [group]
@@ -227,8 +227,8 @@ class WindowFile:
                 batch = next(source, None)
             except (OSError, self._arrow.ArrowException) as failure:
                 raise DataError(
-                    f"{self.path}: rows from {first} on cannot be read: {failure}. The file is damaged; fetch or make "
-                    "it again."
+                    f"{self.path}: rows from {first} on cannot be read: {failure}. The file is damaged; download or "
+                    "create it again."
                 ) from failure
             if batch is None:
                 return
@@ -258,22 +258,22 @@ class WindowFile:
         for name in COLUMNS:
             if name not in schema.names:
                 columns = ", ".join(map(repr, schema.names[:8])) or "none"
-                raise DataError(f"{self.path} holds no windows: there is no column {name!r}; it has {columns}.")
+                raise DataError(f"{self.path} holds no windows: no column {name!r}; it has {columns}.")
             kind = schema.field(name).type
             is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
             numbers = is_list and (
                 types.is_integer(kind.value_type) or (name == "attention_mask" and types.is_floating(kind.value_type))
             )
             if not numbers:
-                wanted = "numbers" if name == "attention_mask" else "integers"
-                raise DataError(f"{self.path} holds no windows: column {name!r} is {kind}, not a list of {wanted}.")
+                expected = "numbers" if name == "attention_mask" else "integers"
+                raise DataError(f"{self.path} holds no windows: column {name!r} is {kind}, not a list of {expected}.")
 
     def _matrix(self, column: Any, name: str, first: int) -> npt.NDArray[Any]:
-        """The values of a list column as rows of one length."""
+        """Returns the values of a list column as a matrix."""
         rows, values = len(column), column.flatten()
         if column.null_count:
-            place = first + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-            raise DataError(f"{self.path}: row {place} of column {name!r} is null; every row must hold a list.")
+            row = first + int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+            raise DataError(f"{self.path}: row {row} of column {name!r} is null; every row must hold a list.")
         if values.null_count:
             raise DataError(f"{self.path}: rows from {first} on hold a null inside of column {name!r}.")
         lengths = self._arrow.compute.list_value_length(column).to_numpy()
@@ -281,7 +281,7 @@ class WindowFile:
             other = int(np.flatnonzero(lengths != lengths[0])[0])
             raise DataError(
                 f"{self.path}: row {first + other} has {lengths[other]} {name} and row {first} has {lengths[0]}. "
-                "Windows have one length: pad them when they are made."
+                "Windows must have equal lengths: pad them when creating the file."
             )
         return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(rows, int(lengths[0]) if rows else 0)
 
@@ -289,29 +289,29 @@ class WindowFile:
         expected = length if self.facts is None else self.facts.sequence_length
         if length != expected:
             raise DataError(
-                f"{self.path}: rows from {first} on have {length} positions; its footer says {expected}. The file is "
-                "damaged; make it again."
+                f"{self.path}: rows from {first} on have {length} positions, expected {expected} by the footer. The "
+                "file is damaged; create it again."
             )
 
     def _check_values(self, first: int, values: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) -> None:
         if wrong.any():
-            row, position = (int(place[0]) for place in np.nonzero(wrong))
+            row, position = (int(indices[0]) for indices in np.nonzero(wrong))
             raise DataError(
                 f"{self.path}: row {first + row} has {what}: {values[row, position]} at position {position}. The file "
-                "is damaged, or was made with another tokenizer."
+                "is damaged, or was created with another tokenizer."
             )
 
 
 def load_arrow(path: str) -> Any:
-    """The optional package pyarrow, with its parts for Parquet and computing.
+    """Imports the optional package pyarrow, with its Parquet and compute modules.
 
     Raises:
-        ConfigError: it is missing.
+        ConfigError: pyarrow is missing.
     """
     try:
         import pyarrow
         import pyarrow.compute
         import pyarrow.parquet
     except ImportError as failure:
-        raise ConfigError(f"{path} needs the pyarrow package for Parquet: pip install pyarrow.") from failure
+        raise ConfigError(f"{path} requires the pyarrow package: pip install pyarrow.") from failure
     return pyarrow

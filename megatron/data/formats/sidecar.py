@@ -1,8 +1,7 @@
-"""The sidecar of a token file: `<prefix>.json` says what the pair `<prefix>.bin/.idx` was made from and with which
-tokenizer.
+"""The sidecar of a token file: `<prefix>.json` records the sources and the tokenizer of the pair `<prefix>.bin/.idx`.
 
-Training reads it to check the tokenizer: ids mean the same words only under the tokenizer that made them. A pair
-without a sidecar (another tool's) is not checked.
+Training reads it to check the tokenizer, since the same ids mean other text under another tokenizer. A pair without a
+sidecar (written by another tool) is not checked.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class SourceRecord:
     """One input of a corpus.
 
     Args:
-        path: as it was given.
-        text_bytes: bytes of its lines, uncompressed; of a Parquet file its size.
-        xxh3_64: XXH3 (64 bits, hexadecimal) over those bytes; None where the xxhash package is not installed.
+        path: as given.
+        text_bytes: uncompressed bytes of its lines, or the size of a Parquet file.
+        xxh3_64: XXH3 (64 bits, hexadecimal) over those bytes; None without the xxhash package.
     """
 
     path: str
@@ -43,12 +42,12 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a pair of token files holds and where it came from.
+    """The contents and provenance of a pair of token files.
 
     Args:
-        empty: documents that gave no ids and were left out.
-        skipped: bad lines that were left out.
-        versions: of the programs and libraries that made the pair.
+        empty: skipped documents that gave no ids.
+        skipped: skipped bad lines.
+        versions: of the programs and libraries that wrote the pair.
     """
 
     documents: int
@@ -68,12 +67,12 @@ class Sidecar:
 
 
 def sidecar_path(prefix: str | Path) -> Path:
-    """The path of the sidecar of a data prefix."""
+    """Returns the path of a data prefix's sidecar."""
     return Path(f"{prefix}.json")
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar | None:
-    """The sidecar of a data prefix, None when there is none or the file of that name is no sidecar.
+    """Returns the sidecar of a data prefix; None if the file does not exist or is not a sidecar.
 
     Raises:
         DataError: the file is a sidecar, but damaged or of a later version.
@@ -85,8 +84,8 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path} has format version {version!r}; version {FORMAT_VERSION} is read. Use the release that wrote it, "
-            "or remove the file: the data can be read without it."
+            f"{path} has format version {version!r}, expected {FORMAT_VERSION}. Use the release that wrote it, or "
+            "remove the file: the data can be read without it."
         )
     try:
         return _from_json(content)
@@ -98,16 +97,16 @@ def read_sidecar(prefix: str | Path) -> Sidecar | None:
 
 
 def write_temporary_sidecar(prefix: str | Path, sidecar: Sidecar) -> Path:
-    """Writes what the sidecar of a data prefix is to hold under a temporary name, which it returns.
+    """Writes a sidecar under a temporary name and returns that name.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: writing failed.
     """
     return write_temporary(sidecar_path(prefix), _content(sidecar))
 
 
 def check_replaceable(prefix: str | Path) -> None:
-    """Checks that writing the sidecar of a prefix overwrites no other file.
+    """Checks that writing the sidecar of a prefix does not overwrite another file.
 
     Raises:
         DataError: a file of that name exists and is not a sidecar.
@@ -115,23 +114,23 @@ def check_replaceable(prefix: str | Path) -> None:
     path = sidecar_path(prefix)
     if path.exists() and not is_sidecar(path):
         raise DataError(
-            f"{path} exists and is not a description of token files, so it will not be overwritten. Move it away, or "
-            "choose another --output-prefix."
+            f"{path} exists and does not describe token files, so it will not be overwritten. Move it away, or use "
+            "another --output-prefix."
         )
 
 
 def remove_sidecar(prefix: str | Path) -> None:
-    """Removes the sidecar of a data prefix if there is one; another file of that name stays."""
+    """Removes the sidecar of a data prefix, but no other file of that name."""
     path = sidecar_path(prefix)
     if is_sidecar(path):
         path.unlink()
 
 
 def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
-    """Checks that the ids of token files mean the same words to a tokenizer as to the one that made them.
+    """Checks that token files were written with an equal tokenizer.
 
     Raises:
-        DataError: they do not.
+        DataError: the tokenizers differ.
     """
     for prefix in prefixes:
         sidecar = read_sidecar(prefix)
@@ -143,14 +142,14 @@ def check_tokenizer_fits(prefixes: Iterable[str], tokenizer: Tokenizer) -> None:
 
 
 def _describes(prefix: str, sidecar: Sidecar) -> bool:
-    """Whether a sidecar describes the pair next to it; another tool may have rewritten the pair."""
+    """Returns True if a sidecar describes the pair next to it; another tool may have rewritten the pair."""
     path = Path(f"{prefix}.bin")
     size = path.stat().st_size if path.is_file() else 0
     if sidecar.tokens == 0 or size in (sidecar.tokens * width for width in (1, 2, 4, 8)):
         return True
     log.warning(
-        f"{sidecar_path(prefix)} lists {sidecar.tokens} tokens, which do not make up the {size} bytes of {path}: "
-        "it describes other data and is ignored."
+        f"{sidecar_path(prefix)} lists {sidecar.tokens} tokens, which do not match the {size} bytes of {path}: it "
+        "describes other data and is ignored."
     )
     return False
 
@@ -168,7 +167,6 @@ def _content(sidecar: Sidecar) -> bytes:
 
 
 def is_sidecar(path: Path) -> bool:
-    """Whether a file is the sidecar of a pair."""
     return _is_sidecar(_parsed(path))
 
 

@@ -1,4 +1,4 @@
-"""How a document store is told from a file, by its name alone: `data/stores` is imported when one is named."""
+"""Recognizes a document store by its name, without importing `data/stores`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST_CONFIGURATION_BYTES = 1 << 16
 
 
 def is_store_address(text: str) -> bool:
-    """Whether a text names a document store: by its scheme, or a JSON file by the keys in it."""
+    """Returns True if a text names a document store: by its scheme, or a JSON file by its keys."""
     text = reveal(text)
     if text.startswith((SQLITE, *MONGODB)):
         return True
@@ -27,7 +27,7 @@ def is_store_address(text: str) -> bool:
 
 
 def store_configuration(path: str) -> dict[str, Any] | None:
-    """The contents of a store's configuration file; None if the file is something else."""
+    """Returns the contents of a store's configuration file; None for any other file."""
     if not path.endswith(".json"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""How Parquet windows are named: a file, a pattern, or the path before the numbers of shards, `<path>-00000-of-00003`.
+"""Names of Parquet windows: a file, a pattern, or the path before the shard number in `<path>-00000-of-00003`.
 
-Source: the names are those of Apache Beam's `WriteToParquet`, from jax-lm-training's `preprocess.py`.
+Source: the names follow Apache Beam's `WriteToParquet`, from jax-lm-training's `preprocess.py`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ _SHARD_NAME = re.compile(r"(?P<path>.*)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(
 
 
 def shard_name(path: str, number: int, count: int) -> str:
-    """The name of one of `count` shards, counted from 0."""
+    """Returns the name of a shard, given its index and the number of shards."""
     return f"{path}-{number:05d}-of-{count:05d}"
 
 
 def is_shard_of(path: str, candidate: str) -> bool:
-    """Whether a file is named as a shard of an output path, of however many."""
+    """Returns True if a file is named as a shard of an output path, for any number of shards."""
     shard = _SHARD_NAME.fullmatch(candidate)
     return shard is not None and shard["path"] == path
 
 
 def names_windows(value: str) -> bool:
-    """Whether a value of `--data-path` means Parquet windows: a Parquet file, a pattern that gives some, or the path
-    before the shards' numbers.
-    """
+    """Returns True if a value of `--data-path` refers to Parquet windows: a file, a pattern, or a path of shards."""
     if os.path.exists(f"{value}.idx"):
         return False
     if value.endswith(".parquet"):
@@ -38,19 +36,19 @@ def names_windows(value: str) -> bool:
 
 
 def expand_windows(values: Sequence[str]) -> tuple[str, ...]:
-    """The files that values of `--data-path` or `--windows` name, in the order of their rows.
+    """Returns the files that values of `--data-path` or `--windows` refer to, in the order of their rows.
 
-    A value is a file, a pattern, or the path before the shards' numbers (`out/wt.train`).
+    A value is a file, a pattern, or the path before the shard number (`out/wt.train`).
 
     Raises:
-        DataError: a value names nothing; shards are missing, or there are shards of two runs.
+        DataError: no file matches, shards are missing, or shards of two runs are mixed.
     """
     paths: list[str] = []
     for value in values:
         matches = _matches(value)
         if not matches:
             raise DataError(
-                f"{value} names no Parquet file: there is no such file, none matches it, and there is no "
+                f"{value} matches no Parquet file: no such file, no match as a pattern, and no "
                 f"{shard_name(value, 0, 1)[:-5]}NNNNN. Give a file, a pattern, or the --output-path of "
                 "tools/corpus/featurize.py."
             )
@@ -75,7 +73,7 @@ def _shard_order(path: str) -> tuple[str, int]:
 
 
 def _check_complete(value: str, paths: list[str]) -> None:
-    """Checks that the shards among the files are all shards of their runs."""
+    """Checks that the shards among the files are complete."""
     numbers: dict[str, dict[int, set[int]]] = {}
     for path in paths:
         shard = _SHARD_NAME.fullmatch(path)
@@ -84,13 +82,13 @@ def _check_complete(value: str, paths: list[str]) -> None:
     for path, counts in numbers.items():
         if len(counts) > 1:
             raise DataError(
-                f"{value} names shards of {len(counts)} runs: {path} in {' and in '.join(map(str, sorted(counts)))} "
-                "shards. Remove those that are not meant, or name the files of one run."
+                f"{value} matches shards of {len(counts)} runs: {path} in {' and in '.join(map(str, sorted(counts)))} "
+                "shards. Remove the unwanted ones, or name the files of one run."
             )
         for count, present in counts.items():
             missing = next((number for number in range(count) if number not in present), None)
             if missing is not None:
                 raise DataError(
-                    f"{shard_name(path, missing, count)} is missing: {len(present)} of {count} shards are there. "
-                    "Fetch it, or make the windows again; name single files to read only those."
+                    f"{shard_name(path, missing, count)} is missing: {len(present)} of {count} shards exist. Restore "
+                    "it, or featurize the corpus again; name single files to read only those."
                 )

@@ -1,4 +1,4 @@
-"""The data that a prefix names, one class per kind: token files, pairs, Parquet windows, document stores, examples.
+"""Data sources, one class per kind: token files, pairs, Parquet windows, document stores, examples.
 
 No torch and no ranks here.
 """

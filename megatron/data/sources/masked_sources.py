@@ -1,4 +1,4 @@
-"""Token files that masked samples are made of."""
+"""Token files as sources of masked samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.errors import DataError
 
 
 class _MaskedSource(TokenSource):
-    """A token file that masked samples are made of."""
+    """A token file as a source of masked samples."""
 
     def __init__(self, prefix: str, request: DataRequest) -> None:
         super().__init__(prefix, request)
@@ -50,15 +50,15 @@ class SentenceSource(_MaskedSource):
         indexed = self._indexed
         if self._options.pairs and int(np.diff(indexed.documents).max(initial=0)) < 2:
             raise DataError(
-                f"{indexed.prefix} has no document of two sentences, so no sentence pairs can be made of it. If it "
-                "was not split into sentences, preprocess it with --split-sentences and name the files that end in "
-                "_sentence; otherwise give --bert-no-binary-head, or --masked-samples stream."
+                f"{indexed.prefix} has no document of two sentences, so it yields no sentence pairs. If it is not "
+                "split into sentences, preprocess it with --split-sentences and use the files that end in _sentence; "
+                "otherwise use --bert-no-binary-head, or --masked-samples stream."
             )
         return SentenceFile(indexed, self._request.sequence_length, self._options, self._vocabulary, self.cache)
 
 
 class TextSource(PackedSource[TextRows], _MaskedSource):
-    """A token file as plain text for masked samples, whatever sequences it consists of; split by documents."""
+    """A token file as plain text for masked samples, regardless of its sequences; split by documents."""
 
     def __len__(self) -> int:
         return len(self._indexed.documents) - 1

@@ -1,12 +1,12 @@
-"""Windows of tokens in Parquet files as rows of training.
+"""Windows of tokens in Parquet files as training rows.
 
-A label counts where it is not the ignored one and the attention mask is 1 at its place. `labels` repeat `input_ids`;
-in files that do not describe themselves a label may also be at the place of the input that it follows, as in
-jax-lm-training's files; the rows show which of the two it is.
+A label has a loss where it is not the ignored one and the attention mask is 1. `labels` repeat `input_ids`; in files
+without a description, as in jax-lm-training's, labels may be shifted by one already; the rows show which of the two
+applies.
 
-A row group is the smallest part of a Parquet file that can be decoded. So rows are read a chunk of the order at a time,
-every group once, and only that chunk is held in memory. Groups of half a million tokens, as tools/corpus/featurize.py
-makes them, are decoded once in an epoch; a larger one once for every half million tokens in it.
+A row group is the smallest part of a Parquet file that can be decoded. So rows are read one chunk of the order at a
+time, every group once, and only that chunk is held in memory. Groups of half a million tokens, as written by
+tools/corpus/featurize.py, are decoded once per epoch; larger ones once for every half million tokens.
 
 Source: codertimo/jax-lm-training `jax_lm/preprocess.py` (`PaddingAndPackagingDoFN`).
 """
@@ -47,8 +47,8 @@ class _Shard:
     """One Parquet file.
 
     Args:
-        starts: first row of each of its groups in the file; then the number of its rows.
-        facts: its description of its windows; None if another tool wrote it.
+        starts: first row of each row group, then the number of rows.
+        facts: the description of its windows; None if another tool wrote it.
     """
 
     path: str
@@ -60,14 +60,14 @@ class _Shard:
 
 
 class ParquetRows(RowSource):
-    """The windows of Parquet files, one file after the other.
+    """The windows of Parquet files, one file after another.
 
     Args:
-        prefix: a file, a pattern, or the path before the shards' numbers.
+        prefix: a file, a pattern, or the path before the shard number.
 
     Raises:
         ConfigError: pyarrow is missing.
-        DataError: files are missing or hold no windows, there are no rows, or they differ in length.
+        DataError: files are missing, hold no windows or no rows, or differ in length.
     """
 
     reads_chunks = True
@@ -83,7 +83,7 @@ class ParquetRows(RowSource):
                     self._check_length(path, file.sequence_length)
                     self._shards.append(shard)
         if not self._shards:
-            raise DataError(f"{prefix}: its Parquet files hold no windows. Featurize a corpus that is not empty.")
+            raise DataError(f"{prefix}: its Parquet files hold no windows. Featurize a corpus with text.")
         self._starts = [0, *accumulate(map(len, self._shards))]
         self._warn_of_large_groups()
 
@@ -94,7 +94,7 @@ class ParquetRows(RowSource):
 
     @cached_property
     def fingerprint(self) -> str:  # type: ignore[override]
-        """SHA-256 over the footers, which hold the sizes, places and extremes of every column of every group."""
+        """SHA-256 over the footers, which hold the sizes, offsets and extremes of every column chunk."""
         digest = hashlib.sha256()
         for shard in self._shards:
             digest.update(_footer_digest(shard.path))
@@ -102,7 +102,7 @@ class ParquetRows(RowSource):
 
     @property
     def tokenizers(self) -> tuple[TokenizerRecord, ...]:
-        """The tokenizers that the files say made their ids, each once."""
+        """The tokenizers recorded in the files, without duplicates."""
         records = [shard.facts.tokenizer for shard in self._shards if shard.facts and shard.facts.tokenizer]
         return tuple(dict.fromkeys(records))
 
@@ -110,24 +110,24 @@ class ParquetRows(RowSource):
         return self._starts[-1]
 
     def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """The groups of rows, larger ones in equal pieces of at most half a million tokens."""
+        """Returns the row groups, larger ones cut into equal blocks of at most half a million tokens."""
         edges = [np.array([first, last])]
         for shard, start in zip(self._shards, self._starts, strict=False):
-            for begin, end in pairwise(shard.starts):
-                pieces = -(-(end - begin) * self.row_length // _BLOCK_TOKENS)
-                edges.append(start + np.linspace(begin, end, pieces + 1).astype(np.int64))
+            for first_row, end in pairwise(shard.starts):
+                blocks = -(-(end - first_row) * self.row_length // _BLOCK_TOKENS)
+                edges.append(start + np.linspace(first_row, end, blocks + 1).astype(np.int64))
         starts = np.unique(np.concatenate(edges))
         return starts[(starts >= first) & (starts <= last)]
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Reads rows, and every group that contains some once."""
+        """Reads rows, decoding every row group once."""
         tokens = np.empty((len(rows), self.row_length + 1), np.int32)
         mask = np.empty((len(rows), self.row_length), np.bool_)
         order = np.argsort(rows)
         bounds = np.searchsorted(rows[order], self._starts)
         for number in np.flatnonzero(np.diff(bounds)).tolist():
-            places = order[bounds[number] : bounds[number + 1]]
-            _read_shard(self._shards[number], rows[places] - self._starts[number], places, tokens, mask)
+            targets = order[bounds[number] : bounds[number + 1]]
+            _read_shard(self._shards[number], rows[targets] - self._starts[number], targets, tokens, mask)
         return tokens, mask
 
     def locate(self, row: int, position: int) -> str:
@@ -139,16 +139,16 @@ class ParquetRows(RowSource):
         if rows * self.row_length > _LARGE_GROUP_TOKENS and len(self) > rows:
             fitting = max(1, _BLOCK_TOKENS // self.row_length)
             log.shared_warning(
-                f"{path} has {rows} rows in one row group, all of which must be decoded to read one: reading "
-                f"in random order is slow. Write the files with smaller ones (pyarrow: row_group_size={fitting})."
+                f"{path} has {rows} rows in one row group, and reading one row decodes them all: random access is "
+                f"slow. Write the files with smaller row groups (pyarrow: row_group_size={fitting})."
             )
 
     def _check_length(self, path: str, length: int) -> None:
         self.row_length = self.row_length or length
         if length != self.row_length:
             raise DataError(
-                f"{path} has windows of {length} tokens, the files of {self.prefix} before it of {self.row_length}. "
-                "Name files of one length, or featurize them again with one --max-sequence-length."
+                f"{path} has windows of {length} tokens, the previous files of {self.prefix} of {self.row_length}. Use "
+                "files of equal length, or featurize them again with one --max-sequence-length."
             )
 
 
@@ -173,7 +173,7 @@ class WindowSource(RowsSource):
         check_window_length(self.prefix, rows.row_length, self._request.sequence_length)
         if self._request.tokenizer is not None:
             for record in rows.tokenizers:
-                data = f"the data {self.prefix} was made"
+                data = f"the data {self.prefix} was created"
                 check_same_tokenizer(data, record, self._request.tokenizer, advice=", or preprocess the corpus again")
         return rows
 
@@ -182,11 +182,11 @@ def check_window_length(prefix: str, length: int, sequence_length: int) -> None:
     """Checks that windows are as long as the samples of a run; files without windows have length 0 and pass.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: the lengths differ.
     """
     if length not in (0, sequence_length):
         raise ConfigError(
-            f"--seq-length {sequence_length} does not fit the windows of {prefix}, which have {length} tokens. Give "
+            f"--seq-length {sequence_length} does not match the windows of {prefix} of {length} tokens. Use "
             f"--seq-length {length}, or featurize the corpus again with --max-sequence-length {sequence_length}."
         )
 
@@ -194,33 +194,33 @@ def check_window_length(prefix: str, length: int, sequence_length: int) -> None:
 def _read_shard(
     shard: _Shard,
     rows: npt.NDArray[np.int64],
-    places: npt.NDArray[np.intp],
+    targets: npt.NDArray[np.intp],
     tokens: npt.NDArray[np.int32],
     mask: npt.NDArray[np.bool_],
 ) -> None:
-    """Reads sorted rows of one file to their places of the result.
+    """Reads sorted rows of one file into the rows `targets` of the result.
 
     Shapes:
-        rows, places: [n]; tokens: [m, s + 1], mask: [m, s].
+        rows, targets: [n]; tokens: [m, s + 1], mask: [m, s].
     """
     bounds = np.searchsorted(rows, shard.starts)
     with WindowFile(shard.path) as file:
         if (0, *accumulate(file.group_rows)) != shard.starts:
-            raise DataError(f"{shard.path} has other groups of rows than when the run began. Restore the file.")
+            raise DataError(f"{shard.path}: row groups changed since the run began. Restore the file.")
         for group in np.flatnonzero(np.diff(bounds)).tolist():
             first = shard.starts[group]
             for windows in file.batches(_BATCH_ROWS, group=group):
-                begin, end = np.searchsorted(rows, (first, first + len(windows.input_ids)))
-                if begin < end:
-                    samples = _samples(shard, windows, first, rows[begin:end] - first)
-                    tokens[places[begin:end]], mask[places[begin:end]] = samples
+                start, end = np.searchsorted(rows, (first, first + len(windows.input_ids)))
+                if start < end:
+                    samples = _samples(shard, windows, first, rows[start:end] - first)
+                    tokens[targets[start:end]], mask[targets[start:end]] = samples
                 first += len(windows.input_ids)
 
 
 def _samples(
     shard: _Shard, windows: Windows, first: int, chosen: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """Turns some of the windows from row `first` on into tokens [n, s + 1] and masks [n, s]."""
+    """Returns tokens [n, s + 1] and masks [n, s] of some of the windows from row `first` on."""
     ignored = _IGNORED_LABEL if shard.facts is None else shard.facts.ignore_label
     is_ahead = shard.facts is None and _labels_are_ahead(windows, ignored)
     ids, attention = windows.input_ids[chosen], windows.attention_mask[chosen] != 0
@@ -238,7 +238,7 @@ def _samples(
 
 
 def _labels_are_ahead(windows: Windows, ignored: int) -> bool:
-    """Whether labels are at the place of the input that they follow, not at the place of the input that they repeat."""
+    """Returns True if labels are shifted: each is at the position of the input before it."""
     free = windows.labels == ignored
     if ((windows.labels == windows.input_ids) | free).all():
         return False
@@ -246,11 +246,11 @@ def _labels_are_ahead(windows: Windows, ignored: int) -> bool:
 
 
 def _refuse(shard: _Shard, rows: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_], what: str) -> None:
-    """Raises DataError for the first place where rows are wrong."""
+    """Raises DataError for the first wrong position."""
     if wrong.any():
         row, position = np.argwhere(wrong)[0].tolist()
         raise DataError(
-            f"{shard.path}: row {rows[row]} has {what}, at position {position}. Make the windows again "
+            f"{shard.path}: row {rows[row]} has {what}, at position {position}. Create the windows again "
             "(tools/corpus/featurize.py) or repair them."
         )
 

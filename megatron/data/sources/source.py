@@ -1,4 +1,4 @@
-"""What a run asks of its data, and what every kind of source answers: whether it can be used, and its samples."""
+"""The data request of a run, and the interface of a data source."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Facts = tuple[tuple[str, int | str], ...]
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a run asks of its data.
+    """The data requirements of a run.
 
     Args:
-        sequence_length: tokens of a sample, without the one that is only a label.
-        samples: training, validation and test samples the run needs in all (the latter two per group, None for all of
-            their data once).
-        stored: the stored plan of the run that is resumed; its order is kept and, if need be, continued.
-        build_indices: whether this process writes missing indices; true on one process per node, which goes first.
-        consumed: training samples that were consumed before; a changed blend begins there, and phases that end there
-            or before are not opened.
-        tokenizer: of the run; document stores and examples are encoded by it, Parquet windows must have been.
-        examples: how examples become rows.
-        masked: how masked samples are made; None for other objectives.
+        sequence_length: inputs of a sample.
+        samples: total training, validation and test samples of the run (the latter two per group, None for one pass
+            over their data).
+        stored: the stored plan of a resumed run; its order is kept and, if necessary, continued.
+        build_indices: this process writes missing indices; true on one process per node, which goes first.
+        consumed: training samples consumed before; a changed blend begins there, and phases that end by then are not
+            opened.
+        tokenizer: encodes document stores and examples; Parquet windows must have been encoded with an equal one.
+        examples: options for turning examples into rows.
+        masked: options of masked samples; None for other objectives.
     """
 
     data: DataConfig
@@ -53,42 +53,42 @@ class DataRequest:
     masked: MaskedOptions | None = None
 
     def cache_beside(self, folder: Path) -> IndexCache:
-        """Where index arrays of data in a folder are kept: the folder the user named, else `index-cache` in it."""
+        """Returns the cache for data in a folder: the folder set by `--data-cache-path`, else `index-cache` in it."""
         if self.data.data_cache_path:
             return IndexCache(Path(self.data.data_cache_path), self.build_indices, required=True)
         return IndexCache(folder / INDEX_CACHE_FOLDER, self.build_indices)
 
     @cached_property
     def encoding(self) -> threading.Lock:
-        """Held while a text is encoded, since samples are read in several threads."""
+        """Lock held while a text is encoded, since several threads read samples."""
         return threading.Lock()
 
     def tokenizer_for(self, purpose: str) -> Tokenizer:
-        """The tokenizer; a ConfigError that begins with the purpose if there is none."""
+        """Returns the tokenizer; without one, raises a ConfigError that begins with `purpose`."""
         if self.tokenizer is None:
             raise ConfigError(f"{purpose} a tokenizer (--tokenizer-type).")
         return self.tokenizer
 
     @cached_property
     def masked_vocabulary(self) -> MaskedVocabulary:
-        """What masked samples show and hide.
+        """The vocabulary of masked samples.
 
         Raises:
-            ConfigError: there is no tokenizer, or it lacks a token.
+            ConfigError: no tokenizer, or it lacks a token.
         """
         needs_all = self.masked is not None and self.masked.masking.masked_samples == SENTENCES
-        tokenizer = self.tokenizer_for("Masked samples show the mask token of")
+        tokenizer = self.tokenizer_for("Masked samples require the mask token of")
         return MaskedVocabulary.of(tokenizer, needs_all=needs_all)
 
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What a source is to be used for, as far as it is known before anything is opened.
+    """The intended use of a source, as far as known before anything is opened.
 
     Args:
-        sequence_length: tokens of a sample; None if unknown.
-        needed_by: a flag that was given and is only for examples.
-        excluded_by: a flag that was given and cannot be combined with examples.
+        sequence_length: inputs of a sample; None if unknown.
+        needed_by: a given flag that requires examples.
+        excluded_by: a given flag that cannot be combined with examples.
     """
 
     sequence_length: int | None
@@ -98,27 +98,23 @@ class SourceUse:
 
 
 class Source(ABC):
-    """The data that one prefix names. Files are opened when something is asked that needs them.
-
-    Args:
-        prefix: as the user named it.
-    """
+    """The data of one prefix. Files are opened on demand."""
 
     is_token_file = False
     is_pairs = False
     holds_examples = False
-    """Whether it is examples with answers; of a store, to be asked only where one can be opened."""
+    """True for examples with answers; reading it opens a document store."""
 
     def __init__(self, prefix: str, request: DataRequest) -> None:
         self.prefix = prefix
         self._request = request
 
     def check(self, use: SourceUse) -> None:
-        """Checks that the files exist, begin as their formats do and fit what they are to be used for.
+        """Checks that the files exist, have valid headers and fit their use.
 
         Raises:
-            ConfigError: windows have another length, an address cannot be read, pyarrow is missing, or the objective
-                needs another kind of source.
+            ConfigError: windows have another length, an address is invalid, pyarrow is missing, or the objective
+                requires another kind of source.
             DataError: a file is missing, or the first record of a file of examples is bad.
         """
         self._check_objective(use.objective)
@@ -127,104 +123,103 @@ class Source(ABC):
 
     @abstractmethod
     def facts(self) -> Facts:
-        """Facts that identify the data."""
+        """Returns the facts that identify the data."""
 
     @property
     def folder(self) -> Path:
-        """The folder that contains it; the current one for a database that is not a file."""
+        """The folder of the data; the current one for a database server."""
         return Path(self.prefix).parent
 
     @property
     def token_files(self) -> tuple[str, ...]:
-        """The prefixes of the token files that it consists of; of any other kind only its own."""
+        """The prefixes of its token files; other kinds return their own prefix."""
         return (self.prefix,)
 
     @property
     def cache(self) -> IndexCache:
-        """Where its index arrays are kept: the folder that the user named, or one next to the data."""
+        """The cache for its index arrays."""
         return self._request.cache_beside(self.folder)
 
     @abstractmethod
     def __len__(self) -> int:
-        """Sequences, rows, pairs or documents, by which it is split."""
+        """Returns the number of sequences, rows, pairs or documents, by which it is split."""
 
     @abstractmethod
     def plan(self, first: int, last: int, split: str) -> SourcePlan:
-        """A range of it, as a plan holds it, before any samples are asked of it.
+        """Returns the plan of a range, before any samples are planned.
 
         Args:
-            split: what it is for, in messages.
+            split: its split, for messages.
         """
 
     def map_rows(self, planned: SourcePlan, samples: int, seed: int) -> int:
-        """The samples that the map of documents that are cut into sentences has, see `MapRows`."""
-        raise other_rows(planned.prefix)
+        """Returns the number of samples in a sentence map, see `MapRows`."""
+        raise changed_rows_error(planned.prefix)
 
     @abstractmethod
     def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        """The samples of what was planned of it.
+        """Returns the dataset of a plan of this source.
 
         Raises:
-            DataError: it was packed from another range than the flags name now.
+            DataError: the rows were packed from a range that differs from the current flags.
         """
 
     @abstractmethod
     def _check_files(self, sequence_length: int | None) -> None: ...
 
     def _check_objective(self, objective: str) -> None:
-        """Checks that multitask training gets pairs, and only it, and training on masked tokens token files.
+        """Checks that an objective supports this kind of source.
 
         Raises:
-            ConfigError: another objective trains on this kind.
-            DataError: there are no pairs.
+            ConfigError: it does not.
+            DataError: pairs are missing.
         """
         prefix = self.prefix
         if self.is_pairs and objective != MULTITASK:
             raise ConfigError(
                 f"{prefix} names inputs and targets ({prefix}_inputs_document.idx), which --objective {objective} does "
-                f"not train on. Use --objective {MULTITASK} (finetune_t0_non_causal_decoder.py), or name one of the "
-                "two."
+                f"not support. Use --objective {MULTITASK} (finetune_t0_non_causal_decoder.py), or name only one of "
+                "them."
             )
         if objective == MASKED and not self.is_token_file:
             raise ConfigError(
-                f"{masked(prefix)} is not a token file, and --objective {MASKED} trains on token files only. "
-                "Preprocess the text with tools/preprocess_data.py, and give --data-path PREFIX."
+                f"{masked(prefix)} is not a token file, which --objective {MASKED} requires. Preprocess the text with "
+                "tools/preprocess_data.py, and give --data-path PREFIX."
             )
         if objective == MULTITASK and not self.is_pairs:
             raise DataError(
-                f"--objective {MULTITASK} trains on pairs of inputs and targets, and there is no {prefix}"
-                f"_inputs_document.idx next to a {prefix}_targets_document.idx. Make both with "
-                "tools/preprocess_data.py --json-keys inputs targets --output-prefix PREFIX, and give --data-path "
-                "PREFIX."
+                f"--objective {MULTITASK} requires pairs of inputs and targets: {prefix}_inputs_document.idx and "
+                f"{prefix}_targets_document.idx. Create both with tools/preprocess_data.py --json-keys inputs targets "
+                "--output-prefix PREFIX, and give --data-path PREFIX."
             )
 
 
 def check_examples(prefix: str, is_examples: bool, use: SourceUse) -> None:
-    """Checks that examples are trained on causally and as a whole, and that flags for them are given with them only.
+    """Checks that the flags support examples if they are given, and that flags for examples have some.
 
     Raises:
-        ConfigError: it is not so.
+        ConfigError: they do not.
     """
     if is_examples and use.objective == PREFIX:
         raise ConfigError(
-            f"{prefix} holds examples with answers, which --objective {PREFIX} does not train on: its prefixes are "
-            f"random. Drop the objective, or use --objective {MULTITASK} with inputs and targets as token files."
+            f"{prefix} holds examples with answers, which --objective {PREFIX} does not support: its prefixes are "
+            f"random. Remove the objective, or use --objective {MULTITASK} with inputs and targets as token files."
         )
     if is_examples and use.excluded_by:
         raise ConfigError(
-            f"{masked(prefix)} holds examples with answers, and {use.excluded_by} cuts off the ends of samples, where "
-            f"the answers are. Drop {use.excluded_by}, or train on running text."
+            f"{masked(prefix)} holds examples with answers, and {use.excluded_by} cuts off the ends of samples, which "
+            f"hold the answers. Remove {use.excluded_by}, or train on plain text."
         )
     if use.needed_by and not is_examples:
         raise ConfigError(
-            f"{use.needed_by} is for examples with answers (chat.jsonl), which {masked(prefix)} does not hold. Drop "
-            "the flag, or give --data-path examples only."
+            f"{use.needed_by} requires examples with answers (chat.jsonl), which {masked(prefix)} does not hold. "
+            "Remove the flag, or use only examples in --data-path."
         )
 
 
-def other_rows(prefix: str) -> DataError:
-    """The error of a plan whose rows the flags do not give now."""
+def changed_rows_error(prefix: str) -> DataError:
+    """Returns the error for a plan whose rows do not match the current flags."""
     return DataError(
-        f"The order of samples was planned with other ranges of {prefix} than the flags name now, or its rows were "
-        "filled in another way. Use the same files, ranges and flags."
+        f"The order of samples was planned with other ranges of {prefix} than the current flags, or its rows were "
+        "packed differently. Use the same files, ranges and flags."
     )

@@ -1,6 +1,6 @@
-"""The kinds of data sources. A new one is a class here, or in a file of its own, with a line in `open_source`.
+"""The kinds of data sources. A new one is a class here, or in a separate file, with a line in `open_source`.
 
-What few runs need, such as a database, is imported there when a prefix names it.
+Rarely used kinds, such as databases, are imported on demand.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megatron.data.order.index_map import Indices, build_indices
 from megatron.data.order.plan import DataPlan, GroupPlan, Segment, SourcePlan
 from megatron.data.order.row_order import RowSource
 from megatron.data.sources.pairs import PackedPairs, TokenPairs, names_pairs, pair_prefixes
-from megatron.data.sources.source import DataRequest, Facts, Source, other_rows
+from megatron.data.sources.source import DataRequest, Facts, Source, changed_rows_error
 from megatron.errors import DataError
 
 RANDOM_ROWS = 100_000  # as many as Megatron-LM's MockGPTLowLevelDataset has documents
-_NOTHING_ASKED = DataRequest(DataConfig(seq_length=1), 1, 0)
+_EMPTY_REQUEST = DataRequest(DataConfig(seq_length=1), 1, 0)
 
 
-def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
-    """The source that a prefix names."""
+def open_source(prefix: str, request: DataRequest = _EMPTY_REQUEST) -> Source:
+    """Returns the source of a prefix."""
     if prefix == MOCK_DATA:
         return _RandomSource(prefix, request)
     if is_store_address(prefix):
@@ -61,16 +61,13 @@ def open_source(prefix: str, request: DataRequest = _NOTHING_ASKED) -> Source:
 
 
 def _imported(module: str, name: str, prefix: str, request: DataRequest) -> Source:
-    """A source of a kind that few runs have."""
     source: Source = getattr(import_module(module), name)(prefix, request)
     return source
 
 
 @functools.lru_cache(maxsize=1024)
 def source_facts(prefix: str) -> Facts:
-    """Facts that identify the data of a prefix; cached, since every save asks for them and a run's data do not
-    change.
-    """
+    """Returns the facts that identify the data of a prefix; cached, since every save needs them."""
     return open_source(prefix).facts()
 
 
@@ -108,7 +105,7 @@ class TokenSource(Source):
         return indexed
 
     def _segment(self, source: SourcePlan, segment: Segment, plan: DataPlan) -> Indices:
-        """The index arrays of a segment, from the cache if it has them."""
+        """Returns the index arrays of a segment, from the cache if possible."""
         description = {
             "idx_sha256": source.fingerprint,
             "first": source.first,
@@ -130,7 +127,7 @@ class TokenSource(Source):
 
 
 class RowsSource(Source):
-    """A source whose rows are samples as they are."""
+    """A source with one row per sample."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -148,7 +145,7 @@ class RowsSource(Source):
 
 
 class RandomRows(RowSource):
-    """Rows of ids that follow from the seed and the row's number alone, so that no layout or resume changes them."""
+    """Rows of random ids that depend on the seed and the row's index alone, so no layout or resume changes them."""
 
     def __init__(self, prefix: str, vocab_size: int, sequence_length: int, seed: int) -> None:
         self.prefix = prefix
@@ -171,7 +168,7 @@ class _RandomSource(RowsSource):
     """Random ids of the run's tokenizer, instead of data."""
 
     def _check_files(self, sequence_length: int | None) -> None:
-        """There are none."""
+        pass
 
     def facts(self) -> Facts:
         return (("random_rows", RANDOM_ROWS),)
@@ -186,7 +183,7 @@ _Rows = TypeVar("_Rows", bound=RowSource)
 
 
 class PackedSource(Source, Generic[_Rows]):
-    """A source that is packed into rows, which differ for every range of it."""
+    """A source that is packed into rows; the rows depend on the range."""
 
     def __init__(self, prefix: str, request: DataRequest) -> None:
         super().__init__(prefix, request)
@@ -205,14 +202,14 @@ class PackedSource(Source, Generic[_Rows]):
 
     def _planned_rows(self, planned: SourcePlan) -> _Rows:
         if planned.fingerprint not in self._packed:
-            raise other_rows(planned.prefix)
+            raise changed_rows_error(planned.prefix)
         return self._packed[planned.fingerprint]
 
     @abstractmethod
     def _pack(self, first: int, last: int) -> _Rows: ...
 
     def _report(self, rows: _Rows, split: str) -> None:
-        """Says in the log how new rows were packed."""
+        """Logs the packing of new rows."""
 
 
 class _PairSource(PackedSource[PackedPairs]):
@@ -248,7 +245,7 @@ class _PairSource(PackedSource[PackedPairs]):
 
 
 class ExampleSource(PackedSource[ExampleRows]):
-    """Examples with answers, in files unless a subclass has them elsewhere."""
+    """Examples with answers, by default in files."""
 
     holds_examples = True
 
@@ -266,7 +263,7 @@ class ExampleSource(PackedSource[ExampleRows]):
         return len(self._examples)
 
     def dataset(self, planned: SourcePlan, group: GroupPlan, plan: DataPlan) -> SampleDataset:
-        """Its samples; in training, some of them with prompts as answers, if that is asked for."""
+        """Returns the dataset of a plan; in training, some prompts may replace answers (`CopiedPrompts`)."""
         dataset, probability = super().dataset(planned, group, plan), self._request.examples.copy_prompt_probability
         if not probability or group is not plan.train:
             return dataset
@@ -279,7 +276,7 @@ class ExampleSource(PackedSource[ExampleRows]):
 
     def _tokenized(self, *, copies_prompts: bool = False) -> TokenizedExamples:
         request, prefix = self._request, self.prefix
-        tokenizer = request.tokenizer_for("Examples are encoded while they are read, which needs")
+        tokenizer = request.tokenizer_for("Examples are encoded on the fly, which requires")
         template = request.examples.template
         return TokenizedExamples(
             prefix, self._records(), template, tokenizer, self.cache, copies_prompts=copies_prompts
@@ -300,15 +297,15 @@ class ExampleSource(PackedSource[ExampleRows]):
 
 
 def _check_layout(indexed: IndexedDataset, data_impl: str) -> None:
-    """Checks that a token file has the layout that `--data-impl` names; cached and lazy are one layout.
+    """Checks that a token file has the layout set by `--data-impl`; cached and lazy are the same.
 
     Raises:
-        DataError: it has the other one.
+        DataError: the layout differs.
     """
-    wanted = {"mmap": "mmap", "cached": "cached", "lazy": "cached"}.get(data_impl, indexed.layout)
-    if indexed.layout != wanted:
+    expected = {"mmap": "mmap", "cached": "cached", "lazy": "cached"}.get(data_impl, indexed.layout)
+    if indexed.layout != expected:
         names = {"mmap": "mmap", "cached": "cached or lazy"}
         raise DataError(
-            f"--data-impl {data_impl} was given, but {indexed.idx_path} has the layout {names[indexed.layout]}. Drop "
-            f"--data-impl (the layout is then read from the file) or give --data-impl {names[indexed.layout]}."
+            f"--data-impl {data_impl} was given, but {indexed.idx_path} has the layout {names[indexed.layout]}. Remove "
+            f"--data-impl (the layout is then read from the file) or use --data-impl {names[indexed.layout]}."
         )

@@ -1,5 +1,5 @@
-"""Document stores: documents in a SQLite or MongoDB database, read by number.
+"""Document stores: documents in a SQLite or MongoDB database, read by index.
 
-How a store is named (`address.py`), what a database must be able to do (`backend.py`), and one database per file. Reads
-only: documents get into a store through `corpus/stores`. Texts stay texts here; tokenizing them is up to the caller.
+Addresses are in `address.py`, the interface of a database in `backend.py`, and each database has a file. This package
+only reads; `trident/corpus/stores` imports documents. Texts are returned as they are; the caller tokenizes them.
 """

@@ -1,11 +1,11 @@
-"""How a document store is named: an address, or a JSON file that holds a connection string and the collections.
+"""Addresses of document stores: a URL, or a JSON file with a connection string and the collections.
 
-    sqlite:///corpus.db?table=web,news          a file of this folder; with four slashes an absolute path
-    mongodb://host:27017/corpus?collection=web  the database after the host; other options go to the driver
-    db.json, db.json?collection=web             a configuration file, or one of the collections it names
+    sqlite:///corpus.db?table=web,news          a file in this folder; four slashes start an absolute path
+    mongodb://host:27017/corpus?collection=web  the database follows the host; other options go to the driver
+    db.json, db.json?collection=web             a configuration file, or one of its collections
 
-`column=form` chooses another text column than `filt_text`. An address may hold a password: as text it is masked
-(`megatron/secret_text.py`), and only the driver is given what was written.
+`column=form` selects another text column than `filt_text`. An address may hold a password: its text is masked
+(`megatron/secret_text.py`), and only the driver receives the original.
 
 Source: the configuration file is dsGPT2's, with MONGO_CONNECTION_STRING, MONGO_CONNECTION_DB and COLLECTIONS.
 """
@@ -27,25 +27,25 @@ COLLECTIONS_KEY = "COLLECTIONS"
 COLUMN_KEY = "TEXT_COLUMN"
 _COLLECTION_OPTIONS = ("table", "collection")
 _COLUMN_OPTIONS = ("column", "field")
-# What must be percent-encoded in a user name and a password, or else one cannot tell where they end.
+# Must be percent-encoded in a user name and a password; otherwise their end is ambiguous.
 _UNESCAPED = re.compile(r"[@/?#\[\]\s]|:.*:|%(?![0-9A-Fa-f]{2})", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """Where a document store is, and what of it is wanted.
+    """The location of a document store, and the selected collections and column.
 
     Args:
         kind: sqlite or mongodb.
-        place: path of the file, or the driver's connection string, masked as text.
+        target: path of the file, or the driver's connection string, masked as text.
         database: MongoDB's database; empty for SQLite.
-        collections: in the order of their documents; empty for all there are.
-        column: that holds the texts; None for `filt_text` or, where there is none, `text`.
-        written: how it was given, without options of ours, masked as text.
+        collections: in the order of their documents; empty for all.
+        column: the text column; None for `filt_text` or, if missing, `text`.
+        written: as given by the user, without the options parsed here, masked as text.
     """
 
     kind: str
-    place: str
+    target: str
     database: str = ""
     collections: tuple[str, ...] = ()
     column: str | None = None
@@ -56,10 +56,10 @@ class StoreAddress:
         """Reads an address or the path of a configuration file.
 
         Raises:
-            ConfigError: it is neither, or an option is unknown, or its password cannot be separated from the rest.
+            ConfigError: neither, an unknown option, or a password that cannot be separated from the rest.
         """
         text = reveal(text)
-        base, collections, column, rest = _without_our_options(text)
+        base, collections, column, rest = _split_options(text)
         if base.startswith(SQLITE):
             address = _sqlite_address(base, rest)
         elif base.startswith(MONGODB):
@@ -78,19 +78,19 @@ class StoreAddress:
         return f"{self.written}{'&' if '?' in self.written else '?'}{'&'.join(options)}"
 
     def check_password(self) -> None:
-        """Checks that the address was not read from a record, where a mask takes the place of its password.
+        """Checks that the password is not masked, as in an address read from a record of a run.
 
         Raises:
-            ConfigError: it was.
+            ConfigError: the password is masked.
         """
-        if MASK in reveal(self.place) and type(self.place) is str and self.kind == "mongodb":
+        if MASK in reveal(self.target) and type(self.target) is str and self.kind == "mongodb":
             raise ConfigError(
-                f"{self.shown} has {MASK} in place of its password: it was read from a record of a run, and records "
-                "hold no passwords. Give the whole address, or name the database by a configuration file (db.json)."
+                f"{self.shown} has {MASK} instead of a password: it comes from a record of a run, and records contain "
+                "no passwords. Give the complete address, or a configuration file (db.json)."
             )
 
     def only(self, collection: str) -> str:
-        """The address of one collection of the store, guarded if it holds a secret."""
+        """Returns the address of one collection of the store, guarded if it holds a secret."""
         column = "" if self.column is None else f"&column={quote(self.column)}"
         written = reveal(self.written)
         return guarded(f"{written}{'&' if '?' in written else '?'}{self._option}={quote(collection)}{column}")
@@ -100,8 +100,8 @@ class StoreAddress:
         return "table" if self.written.startswith(SQLITE) else "collection"
 
 
-def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, str]:
-    """The part before the options, the collections and the column that the options name, and the other options."""
+def _split_options(text: str) -> tuple[str, tuple[str, ...], str | None, str]:
+    """Returns the part before the options, the selected collections and column, and the other options."""
     base, _, query = (text, "", "") if os.path.isfile(text) else text.partition("?")
     collections: list[str] = []
     column = None
@@ -120,8 +120,8 @@ def _without_our_options(text: str) -> tuple[str, tuple[str, ...], str | None, s
 def _refuse_options(options: str, text: str) -> None:
     if options:
         names = " and ".join(option.partition("=")[0] for option in options.split("&") if "=" in option)
-        what = f"the option {names} is unknown" if names else "what follows the ? is not an option"
-        raise ConfigError(f"{masked(text)}: {what}. A store's address takes table= (or collection=) and column=.")
+        problem = f"unknown option {names}" if names else "the text after the ? is not an option"
+        raise ConfigError(f"{masked(text)}: {problem}. A store's address takes table= (or collection=) and column=.")
 
 
 def _sqlite_address(base: str, options: str) -> StoreAddress:
@@ -129,8 +129,8 @@ def _sqlite_address(base: str, options: str) -> StoreAddress:
     path = base.removeprefix(SQLITE)
     if not path.startswith("/") or not path.strip("/"):
         raise ConfigError(
-            f"{base} names no file. Write sqlite:///file.db for a file of this folder and sqlite:////folder/file.db "
-            "for an absolute path."
+            f"{base} names no file. Use sqlite:///file.db for a file in this folder and sqlite:////folder/file.db for "
+            "an absolute path."
         )
     return StoreAddress("sqlite", unquote(path[1:]), written=base)
 
@@ -140,7 +140,7 @@ def _mongodb_address(base: str, options: str, database: str | None = None) -> St
     _check_user(written)
     in_path = unquote(base.partition("://")[2].partition("/")[2])
     if not (database or in_path):
-        raise ConfigError(f"{masked(base)} names no database. Write mongodb://host:27017/database?collection=name.")
+        raise ConfigError(f"{masked(base)} names no database. Use mongodb://host:27017/database?collection=name.")
     return StoreAddress("mongodb", guarded(written), database or in_path, written=guarded(written))
 
 
@@ -149,8 +149,8 @@ def _check_user(written: str) -> None:
     user, at, _ = written.partition("://")[2].rpartition("@")
     if at and _UNESCAPED.search(user):
         raise ConfigError(
-            f"{masked(written)}: the user name, the password or an option holds a character that must be "
-            "percent-encoded. Write %40 for @, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %."
+            f"{masked(written)}: the user name, the password or an option contains a character that must be "
+            "percent-encoded. Use %40 for @, %3A for :, %2F for /, %3F for ?, %23 for # and %25 for %."
         )
 
 
@@ -165,14 +165,14 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
     problems = _config_problems(path, content)
     if problems:
         raise ConfigError(problems)
-    base, collections, column, rest = _without_our_options(content[CONNECTION_KEY])
+    base, collections, column, rest = _split_options(content[CONNECTION_KEY])
     if base.startswith(SQLITE):
         address = _sqlite_address(base, rest)
     elif base.startswith(MONGODB):
         address = _mongodb_address(base, rest, content.get(DATABASE_KEY))
     else:
         raise ConfigError(
-            f"{path}: {CONNECTION_KEY} {masked(base)!r} is not an address. Write mongodb://host:27017 or "
+            f"{path}: {CONNECTION_KEY} {masked(base)!r} is not an address. Use mongodb://host:27017 or "
             "sqlite:///file.db."
         )
     return replace(
@@ -185,16 +185,16 @@ def _configured(path: str, text: str, options: str) -> StoreAddress:
 
 def _config_problems(path: str, content: dict[str, Any]) -> list[str]:
     known = (CONNECTION_KEY, DATABASE_KEY, COLLECTIONS_KEY, COLUMN_KEY)
-    problems = [f"{path}: the key {key!r} is unknown. Use {', '.join(known)}." for key in content if key not in known]
+    problems = [f"{path}: unknown key {key!r}. Use {', '.join(known)}." for key in content if key not in known]
     for key in (CONNECTION_KEY, DATABASE_KEY, COLUMN_KEY):
         if not isinstance(content.get(key, ""), str):
-            held = "another kind of value" if key == CONNECTION_KEY else repr(content[key])
-            problems.append(f"{path}: {key} holds {held}; it must be a text.")
+            value = "another kind of value" if key == CONNECTION_KEY else repr(content[key])
+            problems.append(f"{path}: {key} holds {value}; it must be a string.")
     names = content.get(COLLECTIONS_KEY, [])
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         problems.append(
             f'{path}: {COLLECTIONS_KEY} holds {names!r}; it must be a list of names, as in ["web", "news"].'
         )
     elif len(set(names)) != len(names):
-        problems.append(f"{path}: {COLLECTIONS_KEY} names a collection twice: {', '.join(names)}. Name each once.")
+        problems.append(f"{path}: {COLLECTIONS_KEY} lists a collection twice: {', '.join(names)}. List each once.")
     return problems

@@ -1,7 +1,7 @@
-"""What a document store needs from its database.
+"""The database interface of a document store.
 
 Source: the schema is dsGPT2's: documents `{_id, idx, form, filt_text}` and a collection `meta_info` with
-`{collection_name, num_docs}`. `idx` counts from 0 in every collection, without holes.
+`{collection_name, num_docs}`. `idx` counts from 0 in every collection, without gaps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PLAIN_COLUMN = "text"
 
 @dataclass(frozen=True)
 class CollectionFacts:
-    """What a database says of a collection without reading its documents.
+    """Properties of a collection that are available without reading its documents.
 
     Args:
         columns: of the table, or fields of the first document.
-        counted: documents according to `meta_info`; None where it says nothing.
-        first_idx, last_idx: the least and the greatest idx; None of an empty collection.
-        is_indexed: whether a document is found by its idx without reading the others.
-        is_numbered: whether the documents have numbers at all.
+        counted: documents according to `meta_info`; None without an entry.
+        first_idx, last_idx: the smallest and the largest idx; None for an empty collection.
+        is_indexed: an index finds a document by its idx.
+        is_numbered: the documents are numbered at all.
     """
 
     columns: tuple[str, ...]
@@ -40,13 +40,13 @@ class CollectionFacts:
 
 @dataclass(frozen=True)
 class ImportRecord:
-    """One file that was imported into a collection: what makes a second import of it known.
+    """A file imported into a collection; identifies a second import of the same file.
 
     Args:
-        source: its path as it was given.
+        source: its path as given.
         fingerprint: hash of its bytes.
-        key: under which its texts were found.
-        first_idx, num_docs: the documents it gave.
+        key: the key of its texts.
+        first_idx, num_docs: the range of its documents.
     """
 
     collection_name: str
@@ -63,31 +63,31 @@ class StoreBackend(Protocol):
     shown: str
 
     def names(self) -> tuple[str, ...]:
-        """Collections there are: those `meta_info` lists, in its order, then the others."""
+        """Returns the collections: in the order of `meta_info`, then unlisted ones."""
         ...
 
     def facts(self, name: str) -> CollectionFacts:
-        """What can be said of a collection without reading it."""
+        """Returns the properties of a collection without reading it."""
         ...
 
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
-        """The documents with first <= idx < stop as (idx, value), in order of idx."""
+        """Returns the documents with first <= idx < stop as (idx, value), in order of idx."""
         ...
 
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """At most `limit` documents in order, all for -1, after `skipped` ones, each as its idx and its values."""
+        """Yields at most `limit` documents (-1: all) after `skipped` ones, in order, each as idx and values."""
         ...
 
     def indices(self, name: str) -> Iterator[int | None]:
-        """The idx of every document, sorted, duplicates included; None for a document without one."""
+        """Yields the idx of every document, sorted, with duplicates; None for a document without one."""
         ...
 
     def count(self, name: str, below: int | None = None) -> int:
-        """Documents of a collection, counted one by one; with `below`, those whose idx is less."""
+        """Counts the documents of a collection one by one, optionally only those with an idx less than `below`."""
         ...
 
     def close(self) -> None:
-        """Closes what is open; the next read opens it again."""
+        """Closes the connection; the next read opens it again."""
         ...

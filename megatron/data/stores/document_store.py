@@ -1,6 +1,6 @@
-"""Documents in a database, read by number: collections one after the other in one index space, fetched when asked for.
+"""Documents in a database, read by index: the collections share one index space, and documents are fetched on demand.
 
-`open_store("sqlite:///corpus.db?table=web,news")` gives a `DocumentStore`; see `address.py` for other addresses.
+`open_store("sqlite:///corpus.db?table=web,news")` returns a `DocumentStore`; see `address.py` for other addresses.
 Only the sizes of the collections are held in memory.
 """
 
@@ -26,11 +26,11 @@ from megatron.errors import DataError
 
 @dataclass(frozen=True)
 class Collection:
-    """A collection and its place in the index space of its store.
+    """A collection and its range in the index space of its store.
 
     Args:
-        first, last: its documents are first <= number < last.
-        column: that holds the texts.
+        first, last: its documents are first <= index < last.
+        column: the text column.
     """
 
     name: str
@@ -43,16 +43,16 @@ class Collection:
 
 
 class DocumentStore:
-    """The collections of a database as one sequence of texts; `store[len(first collection)]` is the second's first.
+    """The collections of a database as one sequence of texts.
 
     Safe to use from several threads, and after a fork or a pickle.
 
     Args:
-        names: collections in order; empty for all there are.
-        column: that holds the texts; None for `filt_text` or, where there is none, `text`.
+        names: collections in order; empty for all.
+        column: the text column; None for `filt_text` or, if missing, `text`.
 
     Raises:
-        DataError: a collection or a column is missing, cannot be fetched by number, or contradicts `meta_info`.
+        DataError: a collection or a column is missing, cannot be fetched by index, or contradicts `meta_info`.
         StorageError: the database cannot be reached, or is locked.
     """
 
@@ -61,12 +61,12 @@ class DocumentStore:
         self._backend = backend
         collections = []
         first = 0
-        for name in chosen_collections(backend, names):
+        for name in select_collections(backend, names):
             facts = backend.facts(name)
             size = checked_size(backend.shown, name, facts)
             _check_no_holes(backend, name, size)
-            chosen = text_column(backend.shown, name, facts.columns, column) if size or facts.columns else ""
-            collections.append(Collection(name, first, first + size, chosen))
+            texts = text_column(backend.shown, name, facts.columns, column) if size or facts.columns else ""
+            collections.append(Collection(name, first, first + size, texts))
             first += size
         self.collections = tuple(collections)
         self._lasts = [collection.last for collection in collections]
@@ -81,10 +81,10 @@ class DocumentStore:
         return map(self.fetch, range(len(self)))
 
     def fetch(self, document: int) -> str:
-        """The text of one document.
+        """Returns the text of one document.
 
         Raises:
-            DataError: there is no such document, there are two, or it holds no text; the text names its number.
+            DataError: the document is missing, duplicated, or not a text.
             StorageError: the database cannot be reached, or is locked.
         """
         collection = self.collection_of(document)
@@ -93,7 +93,7 @@ class DocumentStore:
         return self._texts(collection, range(idx, idx + 1), rows)[0]
 
     def fetch_many(self, documents: range) -> list[str]:
-        """The texts of consecutive documents, in one query per collection.
+        """Returns the texts of consecutive documents, in one query per collection.
 
         Raises:
             DataError, StorageError: as for `fetch`.
@@ -106,47 +106,47 @@ class DocumentStore:
         for collection in self.collections:
             first, stop = max(documents.start, collection.first), min(documents.stop, collection.last)
             if first < stop:
-                wanted = range(first - collection.first, stop - collection.first)
-                rows = self._backend.texts(collection.name, collection.column, wanted.start, wanted.stop)
-                texts += self._texts(collection, wanted, rows)
+                indices = range(first - collection.first, stop - collection.first)
+                rows = self._backend.texts(collection.name, collection.column, indices.start, indices.stop)
+                texts += self._texts(collection, indices, rows)
         return texts
 
     def collection_of(self, document: int) -> Collection:
-        """The collection that holds a document.
+        """Returns the collection that holds a document.
 
         Raises:
-            DataError: no collection does.
+            DataError: the document is out of range.
         """
         if not 0 <= document < len(self):
-            held = f"it holds 0 to {len(self) - 1}" if len(self) else "it is empty"
-            raise DataError(f"{self.shown}: there is no document {document}; {held} ({len(self)} documents).")
+            available = f"it holds 0 to {len(self) - 1}" if len(self) else "it is empty"
+            raise DataError(f"{self.shown}: no document {document}; {available} ({len(self)} documents).")
         return self.collections[bisect.bisect_right(self._lasts, document)]
 
-    def _texts(self, collection: Collection, wanted: range, rows: Sequence[tuple[int, Any]]) -> list[str]:
-        if len(rows) != len(wanted) or any(row[0] != idx for row, idx in zip(rows, wanted, strict=True)):
-            self._refuse_numbers(collection, wanted, rows)
+    def _texts(self, collection: Collection, indices: range, rows: Sequence[tuple[int, Any]]) -> list[str]:
+        if len(rows) != len(indices) or any(row[0] != idx for row, idx in zip(rows, indices, strict=True)):
+            self._refuse_indices(collection, indices, rows)
         return [
             value if type(value) is str else _as_text(value, f"{self.shown}: {collection.name}", collection.column, idx)
             for idx, value in rows
         ]
 
-    def _refuse_numbers(self, collection: Collection, wanted: range, rows: Sequence[tuple[int, Any]]) -> None:
-        counts = dict.fromkeys(wanted, 0)
+    def _refuse_indices(self, collection: Collection, indices: range, rows: Sequence[tuple[int, Any]]) -> None:
+        counts = dict.fromkeys(indices, 0)
         for idx, _ in rows:
             counts[idx] = counts.get(idx, 0) + 1
         idx = next(idx for idx, count in counts.items() if count != 1)
-        what = "is missing (a hole)" if not counts[idx] else f"is there {counts[idx]} times (a duplicate)"
+        problem = "is missing" if not counts[idx] else f"exists {counts[idx]} times"
         raise DataError(
             f"{self.shown}: idx {idx} of collection {collection.name!r} (document {collection.first + idx} of the "
-            f"store) {what}. Import the collection again; tools/corpus/corpus_store.py stat lists all such numbers."
+            f"store) {problem}. Import the collection again; tools/corpus/corpus_store.py stat lists all such indices."
         )
 
 
 def open_store(address: str | StoreAddress) -> DocumentStore:
-    """Opens the store that an address or a configuration file names; only the sizes are read.
+    """Opens the store at an address or in a configuration file; only the sizes are read.
 
     Raises:
-        ConfigError: it is not an address, or pymongo is missing.
+        ConfigError: not an address, or pymongo is missing.
         DataError, StorageError: see `DocumentStore`.
     """
     address = StoreAddress.of(address) if isinstance(address, str) else address
@@ -161,35 +161,33 @@ def open_backend(address: StoreAddress) -> StoreBackend:
     """
     address.check_password()
     if address.kind == "sqlite":
-        return SqliteCollections(address.place)
-    return MongoCollections(address.place, address.database)
+        return SqliteCollections(address.target)
+    return MongoCollections(address.target, address.database)
 
 
-def chosen_collections(backend: StoreBackend, names: Sequence[str]) -> tuple[str, ...]:
-    """The collections that are named, or all there are.
+def select_collections(backend: StoreBackend, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the named collections, or all.
 
     Raises:
-        DataError: one is missing, or none is there.
+        DataError: a collection is missing, or the database has none.
     """
-    there = backend.names()
-    shown = ", ".join(map(repr, there[:8])) or "none"
-    missing = [name for name in names if name not in there]
+    available = backend.names()
+    listed = ", ".join(map(repr, available[:8])) or "none"
+    missing = [name for name in names if name not in available]
     if missing:
-        raise DataError(f"{backend.shown}: there is no collection {missing[0]!r}; it has {shown}.")
-    if not there:
-        raise DataError(
-            f"{backend.shown}: there is no collection in it. Import documents first: tools/corpus/corpus_store.py."
-        )
-    return tuple(names) or there
+        raise DataError(f"{backend.shown}: no collection {missing[0]!r}; it has {listed}.")
+    if not available:
+        raise DataError(f"{backend.shown}: it has no collections. Import documents with tools/corpus/corpus_store.py.")
+    return tuple(names) or available
 
 
-def text_column(shown: str, name: str, columns: Sequence[str], wanted: str | None) -> str:
-    """The column of a collection that holds its texts.
+def text_column(shown: str, name: str, columns: Sequence[str], requested: str | None) -> str:
+    """Returns the text column of a collection.
 
     Raises:
-        DataError: it is not there.
+        DataError: the column is missing.
     """
-    choices = (FILTERED_COLUMN, PLAIN_COLUMN) if wanted is None else (wanted,)
+    choices = (FILTERED_COLUMN, PLAIN_COLUMN) if requested is None else (requested,)
     for column in choices:
         if column in columns:
             return column
@@ -200,29 +198,29 @@ def text_column(shown: str, name: str, columns: Sequence[str], wanted: str | Non
 
 
 def _check_no_holes(backend: StoreBackend, name: str, size: int) -> None:
-    """Counts the documents of a collection: a hole should be found before training, not during it."""
+    # A gap must be found before training, not during it.
     missing = size - backend.count(name, size)
     if missing > 0:
         raise DataError(
-            f"{backend.shown}: {missing} of the {size} documents of collection {name!r} are missing (holes in "
-            "idx). tools/corpus/corpus_store.py stat lists the numbers. Import them, or all of it into a new "
+            f"{backend.shown}: {missing} of the {size} documents of collection {name!r} are missing (gaps in idx). "
+            "tools/corpus/corpus_store.py stat lists the indices. Import them, or import everything into a new "
             "collection."
         )
 
 
 def checked_size(shown: str, name: str, facts: CollectionFacts) -> int:
-    """Documents of a collection that can be fetched by number."""
+    """Returns the number of documents of a collection that can be fetched by index."""
     if not facts.is_numbered or not facts.is_indexed:
-        what = "no index on idx" if facts.is_numbered else "no column idx and no rowid"
+        missing = "no index on idx" if facts.is_numbered else "no column idx and no rowid"
         raise DataError(
-            f"{shown}: collection {name!r} has {what}, so finding one document would read all of them. Import it with "
-            f"tools/corpus/corpus_store.py, or make the index (SQL: CREATE UNIQUE INDEX {name}_idx ON {name}(idx))."
+            f"{shown}: collection {name!r} has {missing}, so finding one document would read all of them. Import it "
+            f"with tools/corpus/corpus_store.py, or create the index (CREATE UNIQUE INDEX {name}_idx ON {name}(idx))."
         )
     size = 0 if facts.last_idx is None else facts.last_idx + 1
     if facts.first_idx:
         raise DataError(
-            f"{shown}: idx of collection {name!r} begins with {facts.first_idx}, so document 0 is missing (a hole). "
-            "Number the documents from 0, or import them again."
+            f"{shown}: idx of collection {name!r} begins with {facts.first_idx}, so document 0 is missing. Number the "
+            "documents from 0, or import them again."
         )
     if facts.counted is None:
         return size
@@ -234,20 +232,19 @@ def checked_size(shown: str, name: str, facts: CollectionFacts) -> int:
     if size > facts.counted:
         log.warning(
             f"{shown}: collection {name!r} holds documents up to idx {size - 1}, but meta_info counts "
-            f"{facts.counted}; those above are left out (an import that is running or was killed: the next one "
-            "removes them)."
+            f"{facts.counted}; the others are skipped (an import is running or was killed: the next one removes them)."
         )
     return facts.counted
 
 
-def _as_text(value: Any, place: str, column: str, idx: int) -> str:
+def _as_text(value: Any, collection: str, column: str, idx: int) -> str:
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError as failure:
             raise DataError(
-                f"{place}: idx {idx}: {column} is not UTF-8: byte 0x{value[failure.start]:02x} at {failure.start}. "
-                "Fix the document."
+                f"{collection}: idx {idx}: {column} is not UTF-8 (byte 0x{value[failure.start]:02x} at "
+                f"{failure.start}). Fix the document."
             ) from failure
-    kind = "is null or missing" if value is None else f"holds a {type(value).__name__}, not a text"
-    raise DataError(f"{place}: idx {idx}: {column} {kind}. Fix the document, or choose another column.")
+    problem = "is null or missing" if value is None else f"holds a value of type {type(value).__name__}, not text"
+    raise DataError(f"{collection}: idx {idx}: {column} {problem}. Fix the document, or select another column.")

@@ -1,6 +1,6 @@
 """A document store in a MongoDB database, with the optional package pymongo.
 
-A client is made when a process first reads: it may be shared by threads, but not across a fork.
+A client is created on a process's first read: threads may share it, forked processes may not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MongoCollections(StoreBackend):
         shown = masked(connection).partition("?")[0].rstrip("/")
         if not shown.endswith(f"/{database}"):
             shown += f"/{database}"
-        self.shown: str = SecretText(shown, reveal(connection))  # so that messages of the driver can be searched
+        self.shown: str = SecretText(shown, reveal(connection))  # to find the secret in messages of the driver
         self._connection = connection
         self._database_name = database
         self._clients: dict[int, Any] = {}
@@ -53,22 +53,24 @@ class MongoCollections(StoreBackend):
 
     @property
     def database(self) -> Any:
-        """The driver's database object of this process."""
+        """The driver's database object in this process."""
         process = os.getpid()
         if process not in self._clients:
             self._clients[process] = connect(self._connection, self.shown)
         return self._clients[process][self._database_name]
 
     def names(self) -> tuple[str, ...]:
-        with explained(self.shown):
-            there = self.database.list_collection_names()
+        with translated_errors(self.shown):
+            available = self.database.list_collection_names()
             listed = [entry.get("collection_name") for entry in self.database[META_COLLECTION].find().sort("_id", 1)]
-        names = dict.fromkeys(name for name in listed if name in there)
-        others = sorted(name for name in there if name not in RESERVED_COLLECTIONS and not name.startswith("system."))
+        names = [name for name in listed if name in available]
+        others = sorted(
+            name for name in available if name not in RESERVED_COLLECTIONS and not name.startswith("system.")
+        )
         return tuple(dict.fromkeys([*names, *others]))
 
     def facts(self, name: str) -> CollectionFacts:
-        with explained(self.shown):
+        with translated_errors(self.shown):
             collection = self.database[name]
             first = collection.find_one({}, sort=[("idx", 1)])
             last = collection.find_one({}, {"idx": 1}, sort=[("idx", -1)])
@@ -89,9 +91,9 @@ class MongoCollections(StoreBackend):
         )
 
     def imports(self) -> list[ImportRecord]:
-        """Imports that were completed, in their order: the documents of others are not counted by `meta_info`."""
+        """Returns the completed imports in order; `meta_info` does not count the documents of incomplete ones."""
         names = [field.name for field in fields(ImportRecord)]
-        with explained(self.shown):
+        with translated_errors(self.shown):
             counted = {
                 entry.get("collection_name"): entry.get("num_docs") or 0
                 for entry in self.database[META_COLLECTION].find()
@@ -103,29 +105,29 @@ class MongoCollections(StoreBackend):
         ]
 
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
-        with explained(self.shown):
+        with translated_errors(self.shown):
             entries = self.database[name].find({"idx": {"$gte": first, "$lt": stop}}, {"_id": 0, "idx": 1, column: 1})
             return [(entry["idx"], entry.get(column)) for entry in entries.sort("idx", 1)]
 
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        with explained(self.shown):
+        with translated_errors(self.shown):
             meta = self.database[META_COLLECTION].find_one({"collection_name": name})
-            wanted = {} if meta is None or meta.get("num_docs") is None else {"idx": {"$lt": int(meta["num_docs"])}}
+            query = {} if meta is None or meta.get("num_docs") is None else {"idx": {"$lt": int(meta["num_docs"])}}
             fields = {"idx": 1, **dict.fromkeys(columns, 1)}
-            entries = self.database[name].find(wanted, fields).sort("idx", 1)
+            entries = self.database[name].find(query, fields).sort("idx", 1)
             entries = entries.skip(skipped).limit(max(limit, 0)).batch_size(_BATCH_DOCUMENTS)
             for number, entry in enumerate(entries if limit else ()):
                 yield entry.get("idx", skipped + number), tuple(entry.get(column) for column in columns)
 
     def indices(self, name: str) -> Iterator[int | None]:
-        with explained(self.shown):
+        with translated_errors(self.shown):
             for entry in self.database[name].find({}, {"_id": 0, "idx": 1}).sort("idx", 1):
                 yield entry.get("idx")
 
     def count(self, name: str, below: int | None = None) -> int:
-        with explained(self.shown):
+        with translated_errors(self.shown):
             return int(self.database[name].count_documents({} if below is None else {"idx": {"$lt": below}}))
 
     def close(self) -> None:
@@ -135,7 +137,7 @@ class MongoCollections(StoreBackend):
 
 
 def connect(connection: str, shown: str) -> Any:
-    """A client of the driver.
+    """Creates a client of the driver.
 
     Raises:
         ConfigError: pymongo is missing, or the connection string is wrong.
@@ -150,22 +152,21 @@ def connect(connection: str, shown: str) -> Any:
             client = pymongo.MongoClient(reveal(connection), **options)
     except Exception as failure:
         reason = without_secret(str(failure), connection)
-        raise ConfigError(f"{shown}: {reason}. Write mongodb://host:27017/database?collection=name.") from None
+        raise ConfigError(f"{shown}: {reason}. Use mongodb://host:27017/database?collection=name.") from None
     for warning in (one for one in warned if not issubclass(one.category, ResourceWarning)):
         log.warning(f"{shown}: {without_secret(str(warning.message), connection)}")
     return client
 
 
 @contextmanager
-def explained(shown: str) -> Iterator[None]:
-    """Turns what the driver raises into an error with the address, and without what is secret in it.
+def translated_errors(shown: str) -> Iterator[None]:
+    """Converts the driver's exceptions to errors with the address, without its secrets.
 
     Args:
-        shown: the address; if it is guarded, no message that repeats its secret is shown, nor is the driver's
-            exception kept, which a traceback would show.
+        shown: the address. The driver's exception is not chained, since a traceback would reveal the secret.
 
     Raises:
-        DataError: the server refused, two documents have the same idx, or one is too long.
+        DataError: the server rejected the request, two documents have the same idx, or one is too long.
         StorageError: the server cannot be reached.
     """
     _pymongo(shown)
@@ -174,10 +175,10 @@ def explained(shown: str) -> Iterator[None]:
     except MegatronError:
         raise
     except Exception as failure:
-        raise _explanation(failure, shown) from None
+        raise _translated(failure, shown) from None
 
 
-def _explanation(failure: Exception, shown: str) -> MegatronError:
+def _translated(failure: Exception, shown: str) -> MegatronError:
     import bson.errors
 
     pymongo, reason = _pymongo(shown), without_secret(str(failure), shown)
@@ -188,15 +189,15 @@ def _explanation(failure: Exception, shown: str) -> MegatronError:
         )
     if isinstance(failure, pymongo.errors.ConnectionFailure):
         return StorageError(
-            f"{shown} cannot be reached: {reason}. Check that the server runs and that the address is right."
+            f"{shown} cannot be reached: {reason}. Check that the server is running and that the address is correct."
         )
     if isinstance(failure, bson.errors.BSONError):
         return DataError(
-            f"{shown}: a document cannot be sent or read: {reason}. MongoDB holds 16 MB a document, in UTF-8; divide "
-            "it, or keep it in a SQLite file."
+            f"{shown}: a document cannot be sent or read: {reason}. MongoDB documents are limited to 16 MB of UTF-8; "
+            "split it, or use a SQLite file."
         )
     if isinstance(failure, pymongo.errors.PyMongoError):
-        return DataError(f"{shown}: the server refused: {reason}.")
+        return DataError(f"{shown}: the server rejected the request: {reason}.")
     return DataError(f"{shown}: the driver failed ({type(failure).__name__}): {reason}.")
 
 
@@ -210,7 +211,6 @@ def _pymongo(shown: str) -> Any:
         import pymongo
     except ImportError as failure:
         raise ConfigError(
-            f"{shown} needs the pymongo package: pip install pymongo, or keep the documents in a SQLite file "
-            "(sqlite:///file.db)."
+            f"{shown} requires the pymongo package: pip install pymongo, or use a SQLite file (sqlite:///file.db)."
         ) from failure
     return pymongo

@@ -1,7 +1,7 @@
-"""A document store in one SQLite file: one table per collection, read without ever changing the file.
+"""A document store in one SQLite file: one table per collection, read without changing the file.
 
-Every thread of every process opens a connection of its own when it first reads, so a store may be shared with threads
-and across a fork. Nothing is mapped and SQLite's cache is small: memory does not grow with the store.
+Every thread of every process opens its own connection on its first read, so threads and forked processes may share a
+store. Nothing is mapped and SQLite's cache is small: memory does not grow with the store.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _FETCH_ROWS = 256
 
 @dataclass(frozen=True)
 class _Table:
-    """How the rows of a table are numbered.
+    """The numbering of a table's rows.
 
     Args:
-        order: SQL expression that numbers and sorts the rows: `idx`, or `rowid` where there is no such column; None
-            for a table that has neither.
-        base: number of the first row in the table's own counting.
+        order: SQL expression that numbers and sorts the rows: `idx`, else `rowid`; None for a table with neither.
+        base: value of `order` in the first row.
     """
 
     order: str | None
@@ -49,7 +48,7 @@ class SqliteCollections(StoreBackend):
         path: the file; it is never created.
 
     Raises:
-        DataError: there is no such file, or it is not a SQLite file.
+        DataError: the file does not exist, or is not a SQLite file.
     """
 
     def __init__(self, path: str) -> None:
@@ -57,7 +56,7 @@ class SqliteCollections(StoreBackend):
         self.shown = path
         self._threads = threading.local()
         self._tables: dict[str, _Table] = {}
-        with self._explained():
+        with self._translated_errors():
             self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,7 +68,7 @@ class SqliteCollections(StoreBackend):
         self._threads = threading.local()
 
     def names(self) -> tuple[str, ...]:
-        with self._explained():
+        with self._translated_errors():
             tables = self._tables_of_file()
             listed = []
             if META_COLLECTION in tables:
@@ -79,7 +78,7 @@ class SqliteCollections(StoreBackend):
         return (*listed, *others)
 
     def facts(self, name: str) -> CollectionFacts:
-        with self._explained():
+        with self._translated_errors():
             columns = [row[1].decode() for row in self._connection.execute(f"PRAGMA table_info({quoted_name(name)})")]
             table = self._table(name, columns)
             least, greatest = self._extremes(name, table)
@@ -94,7 +93,7 @@ class SqliteCollections(StoreBackend):
 
     def texts(self, name: str, column: str, first: int, stop: int) -> list[tuple[int, Any]]:
         table = self._tables[name]
-        with self._explained():
+        with self._translated_errors():
             rows = self._connection.execute(
                 f"SELECT {table.order}, {quoted_name(column)} FROM {quoted_name(name)} "
                 f"WHERE {table.order} >= ? AND {table.order} < ? ORDER BY {table.order}",
@@ -105,7 +104,7 @@ class SqliteCollections(StoreBackend):
     def scan(
         self, name: str, columns: Sequence[str], skipped: int, limit: int
     ) -> Iterator[tuple[int, tuple[Any, ...]]]:
-        """As `StoreBackend.scan`; a table without idx gives row numbers, and TEXT comes as bytes."""
+        """Yields documents as `StoreBackend.scan`; a table without idx yields row numbers, and TEXT comes as bytes."""
         facts = self.facts(name)
         table = self._tables[name]
         order = "rowid" if table.order == "rowid" else "idx, rowid" if self._has_rowid(name) else "idx"
@@ -114,7 +113,7 @@ class SqliteCollections(StoreBackend):
         number = table.order or "NULL"
         bound = f"WHERE idx < {facts.counted}" if table.order == "idx" and facts.counted is not None else ""
         values = ", ".join(quoted_name(column) for column in columns)
-        with self._explained():
+        with self._translated_errors():
             cursor = self._connection.execute(
                 f"SELECT {number}, {values} FROM {quoted_name(name)} {bound} ORDER BY {order} LIMIT ? OFFSET ?",
                 (limit, skipped),
@@ -125,14 +124,14 @@ class SqliteCollections(StoreBackend):
 
     def indices(self, name: str) -> Iterator[int | None]:
         table = self._tables[name]
-        with self._explained():
+        with self._translated_errors():
             cursor = self._connection.execute(f"SELECT {table.order} FROM {quoted_name(name)} ORDER BY {table.order}")
             while rows := cursor.fetchmany(_FETCH_ROWS):
                 yield from (None if idx is None else idx - table.base for (idx,) in rows)
 
     def count(self, name: str, below: int | None = None) -> int:
         bound = "" if below is None or self._tables[name].order != "idx" else f"WHERE idx < {below}"
-        with self._explained():
+        with self._translated_errors():
             return int(self._connection.execute(f"SELECT count(*) FROM {quoted_name(name)} {bound}").fetchone()[0])
 
     def close(self) -> None:
@@ -142,23 +141,23 @@ class SqliteCollections(StoreBackend):
 
     @property
     def _connection(self) -> sqlite3.Connection:
-        """This thread's connection; one that was inherited over a fork is kept but never touched."""
-        held, process = self._threads.__dict__, str(os.getpid())
-        if process not in held:
-            held[process] = self._connect()
-        return held[process]  # type: ignore[no-any-return]
+        # A connection inherited by a fork is kept but never touched.
+        connections, process = self._threads.__dict__, str(os.getpid())
+        if process not in connections:
+            connections[process] = self._connect()
+        return connections[process]  # type: ignore[no-any-return]
 
     def _connect(self) -> sqlite3.Connection:
         try:
             check_plain(self.path)
         except FileNotFoundError:
-            absolute = f" There is /{self.path}: write four slashes for it." if os.path.isfile(f"/{self.path}") else ""
-            raise DataError(f"{self.path}: there is no such SQLite file.{absolute or ' Check the path.'}") from None
+            absolute = f" Use four slashes for /{self.path}." if os.path.isfile(f"/{self.path}") else ""
+            raise DataError(f"{self.path}: no such SQLite file.{absolute or ' Check the path.'}") from None
         except OSError as failure:
-            raise DataError(f"{self.path}: it cannot be read: {failure.strerror}. Give an SQLite file.") from failure
-        # "rw" creates nothing and lets SQLite roll back what a killed writer left; query_only refuses every change.
+            raise DataError(f"{self.path} cannot be read: {failure.strerror}. Give a SQLite file.") from failure
+        # "rw" creates no file and lets SQLite roll back changes of a killed writer; query_only rejects every change.
         address = f"file:{quote(os.path.abspath(self.path))}?mode=rw"
-        connection = sqlite3.connect(  # no two threads use it at once, but a scan may wander from one to another
+        connection = sqlite3.connect(  # used by one thread at a time, but a scan may move between threads
             address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
         )
         connection.text_factory = bytes
@@ -166,7 +165,7 @@ class SqliteCollections(StoreBackend):
         return connection
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as failure:
@@ -194,7 +193,7 @@ class SqliteCollections(StoreBackend):
         if table.order is None:
             return None, None
         extremes = []
-        for function in ("min", "max"):  # one at a time: only then does SQLite look at the ends of the index alone
+        for function in ("min", "max"):  # one query each: only then does SQLite read just the ends of the index
             row = self._connection.execute(f"SELECT {function}({table.order}) FROM {quoted_name(name)}").fetchone()
             if row[0] is not None and not isinstance(row[0], int):
                 raise DataError(f"{self.path}: idx of table {name!r} holds {row[0]!r}; it must hold integers.")
@@ -224,8 +223,7 @@ class SqliteCollections(StoreBackend):
         columns = [row[1].decode() for row in sorted(rows, key=lambda row: row[5]) if row[5]]
         if not columns:
             raise DataError(
-                f"{self.path}: the view {name!r} has no column idx, so its rows have no order. Add one, or "
-                "name a table."
+                f"{self.path}: the view {name!r} has no column idx, so its rows have no order. Add one, or use a table."
             )
         return columns
 
@@ -242,21 +240,21 @@ class SqliteCollections(StoreBackend):
 
 
 def quoted_name(name: str) -> str:
-    """A table's or column's name as SQL wants it."""
+    """Quotes the name of a table or column for SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
 def sqlite_error(path: str, failure: sqlite3.Error) -> MegatronError:
-    """The error for what SQLite refused, with the file and what to do."""
+    """Converts an exception of SQLite to an error with the file and advice."""
     reason = str(failure)
     if "locked" in reason or "busy" in reason:
         return StorageError(
-            f"{path} is locked by a process that writes it ({BUSY_SECONDS:g} s waited). Start again when it is done."
+            f"{path} is locked by a process that writes it (waited {BUSY_SECONDS:g} s). Start again when it is done."
         )
     if "readonly" in reason or "unable to open" in reason or "disk I/O" in reason or "full" in reason:
         return StorageError(
-            f"{path}: {reason}. Check the rights on the file and its folder (SQLite may write a journal next to it) "
-            "and the free space."
+            f"{path}: {reason}. Check the permissions of the file and its folder (SQLite may write a journal next to "
+            "it) and the free space."
         )
     return DataError(f"{path} cannot be read as a SQLite store: {reason}. Restore the file, or import it again.")
 

@@ -1,10 +1,9 @@
-"""Documents of a store as rows of training: fetched and encoded when they are read, nothing is preprocessed.
+"""Documents of a store as training rows, fetched and encoded on the fly without preprocessing.
 
-A row is the ids that preprocessing with `--append-eod` would give a document, truncated or padded to the sample's
-length. What is cut off is never seen, and padding costs time without training anything: the price of having no token
-files.
+A row holds the ids that preprocessing with `--append-eod` gives a document, truncated or padded to the sample's length.
+The rest of a long document is never seen, and padding costs time: the price of having no token files.
 
-Source: jisngprk/dsGPT2 trains on its MongoDB collections in this way.
+Source: jisngprk/dsGPT2 trains on its MongoDB collections this way.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class DocumentEncoder:
     """Turns texts into samples; safe to use from several threads.
 
     Args:
-        sequence_length: tokens of a sample, without the one that is only a label.
-        lock: held while a text is encoded; one of its own unless given.
+        sequence_length: inputs of a sample.
+        lock: held while a text is encoded; a new one by default.
 
     Raises:
         ConfigError: the tokenizer has no end-of-document token.
@@ -45,7 +44,7 @@ class DocumentEncoder:
         self._lock = lock or threading.Lock()
 
     def encode(self, text: str) -> tuple[npt.NDArray[np.int64], int]:
-        """The sample of a text [s + 1], padded with end-of-document, and how many ids the text has with its end."""
+        """Returns the sample of a text, [s + 1], padded with end-of-document, and the text's length with its end."""
         sample = np.full(self.length, self._eod_id, np.int64)
         with self._lock:
             ids, _ = self._tokenizer.encode_flat([text])
@@ -80,15 +79,15 @@ class StoreRows(RowSource):
         return len(self._store)
 
     def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Stretches of 64 documents: every document is fetched at the same speed, but pages are read whole."""
+        """Returns blocks of 64 documents: random access has no cost per document, but databases read whole pages."""
         return np.append(np.arange(first, last, _BLOCK_DOCUMENTS), last)
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         tokens = np.empty((len(rows), self._encoder.length), np.int64)
         mask = np.empty((len(rows), self._encoder.length - 1), np.bool_)
-        for place, row in enumerate(rows.tolist()):
-            tokens[place], count = self._encoder.encode(self._store.fetch(row))
-            mask[place] = np.arange(1, self._encoder.length) < count
+        for index, row in enumerate(rows.tolist()):
+            tokens[index], count = self._encoder.encode(self._store.fetch(row))
+            mask[index] = np.arange(1, self._encoder.length) < count
             if count > self._encoder.length and not self._has_warned:
                 self._warn(f"document {row} of {self.prefix} has {count} tokens")
         return tokens, mask
@@ -101,20 +100,20 @@ class StoreRows(RowSource):
         kept = np.minimum(counts, self._encoder.length)
         if (counts > kept).any():
             self._warn(
-                f"{self.prefix}: {int((counts > kept).sum())} of {len(counts)} documents looked at are longer than "
-                f"{self._encoder.length} tokens, and {1 - kept.sum() / counts.sum():.0%} of their tokens are beyond"
+                f"{self.prefix}: {int((counts > kept).sum())} of {len(counts)} sampled documents are longer than "
+                f"{self._encoder.length} tokens, and {1 - kept.sum() / counts.sum():.0%} of all tokens are cut off"
             )
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, finding: str) -> None:
         self._has_warned = True
         log.shared_warning(
-            f"{what}. Training sees the first {self._encoder.length} tokens of each document and nothing "
-            "behind them; to train on all, make token files of the store (tools/preprocess_data.py --input)."
+            f"{finding}. Training sees only the first {self._encoder.length} tokens of each document; to train on all, "
+            "convert the store to token files (tools/preprocess_data.py --input)."
         )
 
 
 def store_fingerprint(store: DocumentStore) -> str:
-    """SHA-256 over the number of documents and the texts of some; the same for any database that holds them."""
+    """Returns the SHA-256 over the number of documents and a sample of texts, independent of the database."""
     digest = hashlib.sha256(str(len(store)).encode())
     for text in sampled_texts(store):
         digest.update(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest())
@@ -122,12 +121,12 @@ def store_fingerprint(store: DocumentStore) -> str:
 
 
 def sampled_texts(store: DocumentStore) -> list[str]:
-    """Some documents, evenly spread from the first to the last.
+    """Returns some documents, evenly spaced from the first to the last.
 
     Raises:
-        DataError: there are none.
+        DataError: the store is empty.
     """
     if not len(store):
         raise DataError(f"{store.shown} holds no documents. Import some with tools/corpus/corpus_store.py.")
-    places = np.linspace(0, len(store) - 1, min(len(store), _SAMPLED_DOCUMENTS)).astype(int)
-    return [store.fetch(place) for place in places.tolist()]
+    documents = np.linspace(0, len(store) - 1, min(len(store), _SAMPLED_DOCUMENTS)).astype(int)
+    return [store.fetch(document) for document in documents.tolist()]

@@ -22,17 +22,17 @@ from megatron.secret_text import masked
 
 
 class StoreSource(RowsSource):
-    """A document store: its documents are rows, or examples where it has columns of prompts and answers."""
+    """A document store: its documents are rows, or examples if it has columns of prompts and answers."""
 
     def check(self, use: SourceUse) -> None:
         self._check_objective(use.objective)
         self._check_files(use.sequence_length)
-        if self._address.kind == "sqlite":  # no server is asked before the run has its ranks
+        if self._address.kind == "sqlite":  # no server is contacted before the ranks have started
             check_examples(self.prefix, self.holds_examples, use)
 
     def _check_files(self, sequence_length: int | None) -> None:
         self._address.check_password()
-        if self._address.kind == "sqlite" and not os.path.isfile(self._address.place):
+        if self._address.kind == "sqlite" and not os.path.isfile(self._address.target):
             open_store(self._address)  # raises the error
 
     def facts(self) -> Facts:
@@ -44,7 +44,7 @@ class StoreSource(RowsSource):
 
     @property
     def folder(self) -> Path:
-        return Path(self._address.place).parent if self._address.kind == "sqlite" else Path()
+        return Path(self._address.target).parent if self._address.kind == "sqlite" else Path()
 
     @property
     def holds_examples(self) -> bool:  # type: ignore[override]
@@ -74,7 +74,7 @@ class StoreSource(RowsSource):
     @cached_property
     def _rows(self) -> RowSource:
         request = self._request
-        tokenizer = request.tokenizer_for("A document store is encoded while it is read, which needs")
+        tokenizer = request.tokenizer_for("A document store is encoded on the fly, which requires")
         return StoreRows(self.prefix, DocumentEncoder(tokenizer, request.sequence_length, request.encoding))
 
 
@@ -94,7 +94,7 @@ class _StoredExamples(ExampleSource):
 
 
 def stored_records(address: str) -> RecordSource:
-    """The pairs of a store, each with the number of its document."""
+    """Returns the pairs of a store, each with the index of its document."""
     store = PairStore(StoreAddress.of(address))
 
     def records() -> Iterator[tuple[RecordLocation, Any]]:

@@ -1,4 +1,1 @@
-"""Bytes of parameters, gradients and optimizer states on a rank: what the ZeRO stages promise, and what is held.
-
-Nothing here changes an engine.
-"""
+"""Bytes of parameters, gradients and optimizer states on a rank: predicted in closed form, and measured."""

@@ -1,7 +1,7 @@
-"""The bytes that training holds on a rank, as a function of the number of parameters.
+"""The memory of training on a rank, as a function of the number of parameters.
 
-With P parameters of which a rank updates O (1/N of them on N ranks), weights of k bytes (4 in fp32, 2 in half
-precision), and m bytes that the optimizer keeps of an element (AdamW's two moments: 8):
+With P parameters, of which a rank updates O (P/N on N ranks), weights of k bytes (4 in fp32, 2 in half precision), and
+m bytes of optimizer state per element (AdamW's two moments: 8):
 
     stage      parameters   gradients     optimizer
     0, fp32    4 P          4 P           m P
@@ -9,19 +9,17 @@ precision), and m bytes that the optimizer keeps of an element (AdamW's two mome
     2          k P          4 O           (4 + m) O; in fp32 m O
     3          k O          4 O           (4 + m) O
 
-Gradients are accumulated in fp32, all of them by each rank at stage 1. Those that backward has just computed come on
-top of that, k P, until they have been added at its end. The optimizer updates a copy of the weights in fp32, except at
-stages 1 and 2 in fp32, where it updates them in place unless it is offloaded. At stage 3 DeepSpeed copies them in fp32
-too.
+Gradients are accumulated in fp32, at stage 1 all of them on each rank. The gradients of a backward pass take k P more
+until its end. The optimizer updates an fp32 copy of the weights, except at stages 1 and 2 in fp32, where it updates
+them in place unless it is offloaded; at stage 3 DeepSpeed makes the copy in fp32, too.
 
-Offloading puts the optimizer's part into the memory of the host, with the gradients that it reads: at stage 1 a copy of
-the part that falls to the rank, at stage 2 the part itself. At stage 3 the partition of the parameters can follow.
-Buckets of communication and staging buffers are not counted: their sizes are settings, not a matter of the model. Nor
-are activations.
+Offloading moves the optimizer's part to host memory, with the gradients that it reads: at stage 1 a copy of the rank's
+part, at stage 2 the part itself. At stage 3 the parameter partition can be offloaded as well. Communication buckets,
+staging buffers and activations are not counted.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 3, where
 fp16 gradients are not accumulated in fp32; DeepSpeed `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py` and
-`runtime/bf16_optimizer.py` for what is held in fact.
+`runtime/bf16_optimizer.py` for the actual memory.
 """
 
 from __future__ import annotations
@@ -35,11 +33,10 @@ class Amounts:
     """Bytes on one rank.
 
     Attributes:
-        parameters: the weights that forward and backward compute with.
-        gradients: what is held of the gradients when the update begins.
-        optimizer: fp32 master weights, where they are a copy, the moments, and means of weights.
-        on_device: how many of all these bytes are in the memory of the device, not the host's; on a machine
-            without an accelerator all of them.
+        parameters: the weights of forward and backward.
+        gradients: the gradients at the start of the update.
+        optimizer: fp32 master weights, if they are a copy, moments, and averaged weights.
+        on_device: the part of these bytes in device memory; all of them on a machine without an accelerator.
     """
 
     parameters: int
@@ -57,16 +54,16 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How the state of training is divided.
+    """The partitioning of the training state.
 
     Attributes:
         stage: the ZeRO stage.
         ranks: number of data-parallel ranks.
-        offloads_optimizer: whether the optimizer's part is in the memory of the host.
-        offloads_parameters: whether the partition of the parameters is, too (stage 3).
-        weight_bytes: bytes of a weight that the network computes with, 4 or 2.
-        offloaded_ratio: share of the optimizer's part that is in the memory of the host, if it is offloaded (stage 3);
-            the rest, with the gradients that the optimizer reads, is on the device as far as whole sub-groups fit.
+        offloads_optimizer: the optimizer's part is in host memory.
+        offloads_parameters: the parameter partition is in host memory, too (stage 3).
+        weight_bytes: bytes of a weight in forward and backward, 4 or 2.
+        offloaded_ratio: share of the optimizer's part in host memory, if offloaded (stage 3); the rest, with the
+            gradients that the optimizer reads, is on the device, rounded down to whole sub-groups.
     """
 
     stage: int
@@ -79,46 +76,46 @@ class Partitioning:
 
 def predicted_bytes(
     groups: Sequence[Sequence[int]],
-    how: Partitioning,
+    layout: Partitioning,
     ranks: Sequence[int] | None = None,
     states: Sequence[int] | None = None,
 ) -> Amounts:
-    """The bytes of a rank.
+    """The memory of a rank in bytes.
 
     Args:
-        groups: number of elements of each parameter, by group of the optimizer.
-        how: the layout.
-        ranks: over how many each group is divided; over `how.ranks` by default.
-        states: `OptimizerFields.state_bytes` of each group; those of AdamW by default.
+        groups: number of elements of each parameter, by optimizer group.
+        layout: the partitioning.
+        ranks: number of ranks that partition each group; `layout.ranks` by default.
+        states: `OptimizerFields.state_bytes` of each group; AdamW's by default.
     """
-    everything = sum(map(sum, groups))
-    counts = [how.ranks] * len(groups) if ranks is None else ranks
+    total = sum(map(sum, groups))
+    counts = [layout.ranks] * len(groups) if ranks is None else ranks
     owned = [-(-sum(group) // count) for group, count in zip(groups, counts, strict=True)]
-    kept = [2 * _FP32] * len(groups) if states is None else states
-    own = sum(owned)
-    weights = how.weight_bytes * (everything if how.stage < 3 else own)
-    updated = [sum(group) for group in groups] if how.stage == 0 else owned
-    updates_in_place = how.weight_bytes == _FP32 and how.stage < 3 and not how.offloads_optimizer
-    copied = 0 if how.stage == 0 or updates_in_place else own
-    optimizer = sum(count * each for count, each in zip(updated, kept, strict=True)) + _FP32 * copied
-    on_device, on_host = _gradients(how, everything, own)
-    here = on_device
-    here += 0 if how.offloads_parameters else weights
-    if not how.offloads_optimizer:
-        here += optimizer
-    elif how.offloaded_ratio < 1:
-        here += int((1 - how.offloaded_ratio) * (optimizer + _FP32 * own))
-    return Amounts(weights, on_device + on_host, optimizer, here)
+    state_bytes = [2 * _FP32] * len(groups) if states is None else states
+    local = sum(owned)
+    weights = layout.weight_bytes * (total if layout.stage < 3 else local)
+    updated = [sum(group) for group in groups] if layout.stage == 0 else owned
+    updates_in_place = layout.weight_bytes == _FP32 and layout.stage < 3 and not layout.offloads_optimizer
+    copied = 0 if layout.stage == 0 or updates_in_place else local
+    optimizer = sum(count * each for count, each in zip(updated, state_bytes, strict=True)) + _FP32 * copied
+    on_device, on_host = _gradients(layout, total, local)
+    device_bytes = on_device
+    device_bytes += 0 if layout.offloads_parameters else weights
+    if not layout.offloads_optimizer:
+        device_bytes += optimizer
+    elif layout.offloaded_ratio < 1:
+        device_bytes += int((1 - layout.offloaded_ratio) * (optimizer + _FP32 * local))
+    return Amounts(weights, on_device + on_host, optimizer, device_bytes)
 
 
-def _gradients(how: Partitioning, everything: int, own: int) -> tuple[int, int]:
+def _gradients(layout: Partitioning, total: int, local: int) -> tuple[int, int]:
     """Bytes of the gradients on the device and on the host."""
-    if how.stage == 0:
-        return how.weight_bytes * everything, 0
-    if how.stage == 1:
-        return _FP32 * everything, _FP32 * own if how.offloads_optimizer else 0
-    if not how.offloads_optimizer:
-        return _FP32 * own, 0
-    if how.stage == 2:
-        return 0, _FP32 * own
-    return 0, 2 * _FP32 * own  # the buffer in which they are accumulated, and what the optimizer reads
+    if layout.stage == 0:
+        return layout.weight_bytes * total, 0
+    if layout.stage == 1:
+        return _FP32 * total, _FP32 * local if layout.offloads_optimizer else 0
+    if not layout.offloads_optimizer:
+        return _FP32 * local, 0
+    if layout.stage == 2:
+        return 0, _FP32 * local
+    return 0, 2 * _FP32 * local  # the accumulation buffer, and the gradients that the optimizer reads

@@ -1,5 +1,4 @@
-"""The optimizers themselves: how gradients become updates, on tensors that any layout divides.
+"""The optimizers, on tensors that any layout may partition.
 
-Nothing here knows DeepSpeed or the network; `engine/engine.py` tells an optimizer which parts of matrices its flat
-tensors hold.
+Independent of DeepSpeed and of the network; `OptimizerPlan.connect` describes the parts of matrices in flat tensors.
 """

@@ -1,4 +1,4 @@
-"""AdamW, of whichever implementation; other optimizers leave some of their parameters to it."""
+"""AdamW in all implementations; other optimizers use it for some of their parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.kernels.optimizer import build_adamw, build_eight_bit_adamw
 
 
 class AdamPlan(OptimizerPlan[torch.optim.Optimizer]):
-    """AdamW; with moments of 8 bits, embeddings are groups of their own, whose moments stay in float32."""
+    """AdamW; with 8-bit moments, embeddings are separate groups with float32 moments."""
 
     moments = ADAMS_MOMENTS
 
@@ -29,7 +29,7 @@ class AdamPlan(OptimizerPlan[torch.optim.Optimizer]):
 
 
 def adamw(optim: OptimConfig, groups: list[dict[str, Any]], implementation: Implementation) -> torch.optim.Optimizer:
-    """AdamW with the constants of a section."""
+    """Builds AdamW with the constants of a configuration section."""
     rate, betas = optim.lr or 0.0, (optim.adam_beta1, optim.adam_beta2)
     scale_epsilon(optim, groups)
     if optim.use_bnb_optimizer:
@@ -38,8 +38,6 @@ def adamw(optim: OptimConfig, groups: list[dict[str, Any]], implementation: Impl
 
 
 def scale_epsilon(optim: OptimConfig, groups: list[dict[str, Any]]) -> None:
-    """Gives groups Adam's epsilon, with the factor of their learning rate: gradients are as small as the rate they call
-    for.
-    """
+    """Sets Adam's epsilon of groups, scaled like their learning rate, as their gradients are."""
     for group in groups:
         group["eps"] = optim.adam_eps * group["lr_multiplier"]

@@ -1,4 +1,4 @@
-"""Means of weights over the updates of a run, in which older ones count less and less.
+"""Exponential moving averages of weights.
 
 Source: Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992; with exponential weights:
 Morales-Brotons et al., "Exponential moving average of weights in deep learning", 2024 (arXiv 2411.18704).
@@ -14,14 +14,14 @@ _CHUNK = 1 << 24  # elements
 
 
 class AveragedWeights:
-    """The mean of each tensor that an optimizer updates; it begins with the weights as they are.
+    """The moving average of each tensor that an optimizer updates, initialized with the weights.
 
     Args:
         masters: the tensors, flat or not.
-        decay: the share of the mean that an update leaves.
+        decay: the decay of the average per update.
 
     Attributes:
-        is_kept: whether they are tensors of their own, which a checkpoint fills.
+        is_kept: the averages are separate tensors, saved in checkpoints.
     """
 
     is_kept = True
@@ -34,21 +34,21 @@ class AveragedWeights:
 
     @property
     def means(self) -> Sequence[torch.Tensor]:
-        """All of them, in the order of the tensors."""
+        """All averages, in the order of the tensors."""
         return self._means
 
     def of(self, master: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """The mean of a range of a tensor that the optimizer updates. Shapes: `[count]`, a view."""
+        """The average of a range of one of the optimizer's tensors. Shapes: `[count]`, a view."""
         return self._means[self._numbers[id(master)]].view(-1).narrow(0, first, count)
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begins again with the weights as they are."""
+        """Resets the averages to the weights."""
         torch._foreach_copy_(self._means, self._masters)
 
     @torch.no_grad()
     def update(self, is_applied: torch.Tensor) -> None:
-        """Moves the means towards the weights, unless the update was dropped; does not wait for the device.
+        """Moves the averages towards the weights unless the update was skipped; does not wait for the device.
 
         Shapes: is_applied `[]` bool.
         """
@@ -62,10 +62,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges the weights and their means: the optimizer's tensors hold the means, or the weights again."""
+        """Swaps weights and averages; a second call swaps them back."""
         for mean, master in zip(self._means, self._masters, strict=True):
             pairs = zip(master.detach().view(-1).split(_CHUNK), mean.view(-1).split(_CHUNK), strict=True)
-            for own, other in pairs:  # in parts, since a flat master may be most of a rank's memory
-                kept = own.clone()
-                own.copy_(other)
-                other.copy_(kept)
+            for weights, average in pairs:  # in chunks, since a flat master may be most of a rank's memory
+                saved = weights.clone()
+                weights.copy_(average)
+                average.copy_(saved)

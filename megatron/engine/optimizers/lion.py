@@ -16,13 +16,13 @@ from megatron.kernels.optimizer import gradients_unless_skipped, unless_skipped
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion with decoupled weight decay; it goes element by element, so that its tensors may be parts of parameters.
+    """Lion with decoupled weight decay; element-wise, so that its tensors may be parts of parameters.
 
-    A step changes nothing if `found_inf` is set and not 0, as `torch.amp.GradScaler` sets it.
+    A step is skipped if `found_inf` is set and not 0, as by `torch.amp.GradScaler`.
 
     Args:
         groups: each with its `params` and `weight_decay`.
-        betas: the share of the momentum in the update, and the share of it that is kept.
+        betas: the weight of the momentum in the update, and the decay of the momentum.
     """
 
     can_skip = True
@@ -34,7 +34,7 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            rate, (of_update, kept) = group["lr"], group["betas"]
+            rate, (update_weight, decay) = group["lr"], group["betas"]
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 if self.state[parameter].get("exp_avg") is None:
@@ -43,12 +43,12 @@ class Lion(torch.optim.Optimizer):
                 continue
             momenta = [self.state[parameter]["exp_avg"] for parameter in parameters]
             gradients = gradients_unless_skipped(skip, [each.grad for each in parameters], momenta)  # type: ignore[misc]
-            directions = torch._foreach_lerp(gradients, momenta, of_update)
+            directions = torch._foreach_lerp(gradients, momenta, update_weight)
             torch._foreach_sign_(directions)
             torch._foreach_mul_(directions, unless_skipped(skip, -rate, 0.0))
             torch._foreach_mul_(parameters, unless_skipped(skip, 1.0 - rate * group["weight_decay"], 1.0))
             torch._foreach_add_(parameters, directions)
-            torch._foreach_lerp_(momenta, gradients, 1.0 - kept)
+            torch._foreach_lerp_(momenta, gradients, 1.0 - decay)
 
 
 class LionPlan(OptimizerPlan[Lion]):

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised for each matrix as a whole, whatever ranks its parts are on.
+"""Muon: momentum, orthogonalised for each whole matrix, although its parts may be on several ranks.
 
 Source: K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024.
 """
@@ -25,15 +25,13 @@ from megatron.parallel.messages import all_gather_json
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# The entry of a parameter group whose matrices are orthogonalised.
+# Marks a parameter group whose matrices are orthogonalised.
 _IS_ORTHOGONAL = "is_orthogonal"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HeldMatrix(NamedTuple):
-    """A matrix, and the part of it that this rank updates: from `offset` on in a flat tensor of the optimizer, which is
-    None if it updates none.
-    """
+    """A matrix, and this rank's part of it: from `offset` in a flat tensor of the optimizer; None without a part."""
 
     matrix: DividedMatrix
     flat: torch.Tensor | None
@@ -41,35 +39,33 @@ class HeldMatrix(NamedTuple):
 
 
 def held_matrices(trained: Sequence[nn.Parameter], slice_of: SliceOf, mesh: ParallelMesh) -> list[HeldMatrix]:
-    """The matrices of blocks, and where this rank's optimizer has its parts of them; collective over the ranks that
-    hold copies of a shard.
-    """
-    chosen = [parameter for parameter in trained if is_block_matrix(parameter)]
-    slices = [slice_of(parameter) for parameter in chosen]
+    """The matrices of blocks, with this rank's parts; collective over the ranks that hold copies of a shard."""
+    matrices = [parameter for parameter in trained if is_block_matrix(parameter)]
+    slices = [slice_of(parameter) for parameter in matrices]
     by_axis: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
-    for number, parameter in enumerate(chosen):
+    for number, parameter in enumerate(matrices):
         axis = shard_spec_of(parameter).replicas(mesh)
         by_axis.setdefault(axis.ranks, (axis, []))[1].append(number)
     held: dict[int, HeldMatrix] = {}
     for axis, numbers in by_axis.values():
-        own = [(0, 0) if (each := slices[number]) is None else (each.first, len(each.values)) for number in numbers]
-        for number, *ranges in zip(numbers, *all_gather_json(own, axis), strict=True):
+        local = [(0, 0) if (each := slices[number]) is None else (each.first, len(each.values)) for number in numbers]
+        for number, *ranges in zip(numbers, *all_gather_json(local, axis), strict=True):
             part = slices[number]
-            matrix = DividedMatrix(shard_spec_of(chosen[number]), axis, tuple((first, n) for first, n in ranges))
+            matrix = DividedMatrix(shard_spec_of(matrices[number]), axis, tuple((first, n) for first, n in ranges))
             held[number] = HeldMatrix(matrix, None, 0) if part is None else HeldMatrix(matrix, part.flat, part.offset)
-    return [held[number] for number in range(len(chosen))]
+    return [held[number] for number in range(len(matrices))]
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups that say so, and another optimizer for the rest.
+    """Muon for groups with `is_orthogonal`, and another optimizer for the rest.
 
-    The tensors of its groups may be flat and hold ranges of many matrices; `connect` says which. Before that, a step
-    changes nothing; nor does one with a `found_inf` that is not 0, as `torch.amp.GradScaler` sets it.
+    The tensors of its groups may be flat and hold ranges of many matrices, which `connect` describes; earlier steps do
+    nothing. A step is skipped if `found_inf` is set and not 0, as by `torch.amp.GradScaler`.
 
     Args:
-        groups: of all parameters; those of matrices have a true `is_orthogonal`.
-        others: the optimizer of all other groups, made of the same dictionaries; None if there are none.
-        optim: how a gradient becomes an update.
+        groups: of all parameters.
+        others: the optimizer of all other groups, built from the same dictionaries; None if there are none.
+        optim: the constants of Muon.
     """
 
     def __init__(
@@ -89,9 +85,9 @@ class Muon(torch.optim.Optimizer):
         return self._others is None or can_skip(self._others)
 
     def connect(self, held: Sequence[HeldMatrix]) -> None:
-        """Says where the matrices are: all that this rank or another one with the same layers updates.
+        """Sets the matrices that this rank, or another one with the same layers, updates.
 
-        All ranks that divide a matrix give the same matrices in the same order.
+        All ranks that divide a matrix must pass the same matrices in the same order.
         """
         self._held = held
         self._buckets = WholeMatrices.buckets([each.matrix for each in held]) if held else []
@@ -99,7 +95,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates everything; collective over the ranks that divide matrices."""
+        """Updates all parameters; collective over the ranks that divide matrices."""
         if not self._is_connected:
             return
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
@@ -117,33 +113,33 @@ class Muon(torch.optim.Optimizer):
             update(self._others, skip=skip)
 
     def _part(self, held: HeldMatrix, directions: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The direction of the part of a matrix that this rank updates; zeros, which stay zeros, without a gradient."""
+        """The direction of this rank's part of a matrix; zeros without a gradient."""
         direction, count = directions.get(id(held.flat)), held.matrix.ranges[held.matrix.replicas.rank][1]
         if direction is None:
-            some = next(tensor for group in self.param_groups for tensor in group["params"])
-            return some.new_zeros(count)
+            like = next(tensor for group in self.param_groups for tensor in group["params"])
+            return like.new_zeros(count)
         return direction.view(-1).narrow(0, held.offset, count)
 
     def _direction(self, tensor: torch.Tensor, skip: torch.Tensor | None) -> torch.Tensor:
-        """The momentum with this gradient, element by element; a new tensor."""
+        """Updates the momentum; returns the direction as a new tensor."""
         state, momentum = self.state[tensor], self._optim.muon_momentum
         if state.get("momentum_buffer") is None:
             state["momentum_buffer"] = torch.zeros_like(tensor)
-        kept: torch.Tensor = state["momentum_buffer"]
-        [gradient] = gradients_unless_skipped(skip, [tensor.grad], [kept])  # type: ignore[list-item]
-        kept.lerp_(gradient, 1.0 - momentum)
-        return gradient.lerp(kept, momentum) if self._optim.muon_nesterov else kept.clone()
+        buffer: torch.Tensor = state["momentum_buffer"]
+        [gradient] = gradients_unless_skipped(skip, [tensor.grad], [buffer])  # type: ignore[list-item]
+        buffer.lerp_(gradient, 1.0 - momentum)
+        return gradient.lerp(buffer, momentum) if self._optim.muon_nesterov else buffer.clone()
 
     def _orthogonalize(self, matrices: Sequence[DividedMatrix], wholes: Sequence[torch.Tensor]) -> None:
-        """Replaces whole tensors by their updates; matrices of one shape are computed together."""
+        """Replaces whole tensors by their updates; matrices of equal shape are batched."""
         optim = self._optim
         steps, dtype = optim.muon_num_ns_steps, _DTYPES[optim.muon_dtype]
         parts = [list(matrix.matrices(whole)) for matrix, whole in zip(matrices, wholes, strict=True)]
-        places: dict[torch.Size, list[tuple[int, int]]] = defaultdict(list)
+        by_shape: dict[torch.Size, list[tuple[int, int]]] = defaultdict(list)
         for number, each in enumerate(parts):
             for position, matrix in enumerate(each):
-                places[matrix.shape].append((number, position))
-        for (rows, columns), members in places.items():
+                by_shape[matrix.shape].append((number, position))
+        for (rows, columns), members in by_shape.items():
             stacked = torch.stack([parts[number][position] for number, position in members])
             result = orthogonalized(stacked, optim.muon_coefficient_type, steps, dtype)
             result.mul_(SCALES[optim.muon_scale_mode](rows, columns) * optim.muon_extra_scale_factor)
@@ -154,12 +150,12 @@ class Muon(torch.optim.Optimizer):
 
 
 class MuonPlan(OptimizerPlan[Muon]):
-    """Muon for the matrices of blocks, which are groups of their own, and AdamW for the rest."""
+    """Muon for the matrices of blocks, which are separate groups, and AdamW for the rest."""
 
     moments = ADAMS_MOMENTS
     offload_refusal = (
         "--optimizer muon cannot be combined with offload_optimizer in the --deepspeed_config file: the products "
-        "of its matrices are work for the device. Remove the entry; --zero-stage 2 divides the state."
+        "of its matrices are work for the device. Remove the entry; --zero-stage 2 partitions the state."
     )
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -178,5 +174,5 @@ class MuonPlan(OptimizerPlan[Muon]):
 
 
 def _tensors_of(group: dict[str, Any]) -> list[torch.Tensor]:
-    """The matrices of a group that have a gradient; none of a group for the other optimizer."""
+    """The tensors of a group of matrices that have a gradient; empty for other groups."""
     return [tensor for tensor in group["params"] if tensor.grad is not None] if group.get(_IS_ORTHOGONAL) else []

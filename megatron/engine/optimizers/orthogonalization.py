@@ -1,4 +1,4 @@
-"""The orthogonal factor of matrices by Newton-Schulz iterations, and how large an orthogonalised update is made.
+"""The orthogonal factor of matrices by Newton-Schulz iterations, and the scale of an orthogonalised update.
 
 Sources: the iteration and "simple": K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024;
 "quintic": the coefficients of modded-nanogpt by F. Cesista and J. You; "polar_express": Amsel et al., "The Polar
@@ -43,9 +43,10 @@ COEFFICIENTS: Mapping[str, Sequence[Polynomial]] = types.MappingProxyType(
     }
 )
 
-# What an orthogonal [out, in] update is multiplied by. Sources: that its root mean square is that of AdamW's, up to a
-# constant: Liu et al., "Muon is scalable for LLM training", 2025 (arXiv 2502.16982); the others: K. Jordan, as above,
-# and Pethick et al., "Training deep learning models with norm-constrained LMOs", 2025 (arXiv 2502.07529).
+# Scale factors of an orthogonal [out, in] update. Sources: "spectral", which matches the root mean square of AdamW's
+# updates up to a constant: Liu et al., "Muon is scalable for LLM training", 2025 (arXiv 2502.16982); the others:
+# K. Jordan, as above, and Pethick et al., "Training deep learning models with norm-constrained LMOs", 2025 (arXiv
+# 2502.07529).
 SCALES: Mapping[str, Callable[[int, int], float]] = types.MappingProxyType(
     {
         "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -56,19 +57,19 @@ SCALES: Mapping[str, Callable[[int, int], float]] = types.MappingProxyType(
 
 
 def polynomials(kind: str, steps: int) -> Iterator[Polynomial]:
-    """The polynomials of so many iterations; the last one of a kind is repeated."""
-    known = COEFFICIENTS[kind]
-    return (known[min(number, len(known) - 1)] for number in range(steps))
+    """The polynomial of each iteration; the last one of a kind is repeated."""
+    coefficients = COEFFICIENTS[kind]
+    return (coefficients[min(number, len(coefficients) - 1)] for number in range(steps))
 
 
 def orthogonalized(matrices: torch.Tensor, kind: str, steps: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The matrices with their singular values brought near 1.
+    """Orthogonalises matrices: their singular values become close to 1.
 
     Shapes: `[n, r, c]` to the same, in the dtype of the input.
 
     Args:
         kind: one of `COEFFICIENTS`.
-        dtype: in which it is computed.
+        dtype: of the computation.
     """
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = (matrices.mT if is_tall else matrices).to(dtype)

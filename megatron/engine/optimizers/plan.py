@@ -1,4 +1,4 @@
-"""What the engine asks of an optimizer, whichever it is."""
+"""The interface of an optimizer to the engine."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MOMENTUM: Mapping[Kind, str] = types.MappingProxyType({"exp_avg": "momentum_buff
 
 
 class OptimizerPlan(ABC, Generic[_Optimizer]):
-    """How an optimizer is built, what it is connected to, and what it keeps of the parameters that it updates.
+    """Builds and connects an optimizer, and describes its state.
 
-    Each optimizer has a subclass in its file, listed in `plans.py`. The engine asks for the entries of every trained
-    parameter's group, has the optimizer built from such groups, and connects it once the weights lie where it updates
-    them: in flat tensors, of which a parameter is a slice. Flags that cannot be combined with it are refused in
+    Each optimizer has a subclass in its file, listed in `plans.py`. The engine groups trained parameters by
+    `group_entries`, builds the optimizer from the groups, and connects it once DeepSpeed has moved the weights to flat
+    tensors, of which a parameter is a slice. Flags that cannot be combined with the optimizer are rejected in
     `megatron/config/rules/`, before torch is imported.
 
     Args:
         optim: the resolved section.
 
     Attributes:
-        moments: what it keeps of a parameter, by its kind in a checkpoint: the name in the torch optimizer's state.
-        offload_refusal: why it cannot update in the memory of the host, and the way out; None if it can.
+        moments: its moments by their kind in a checkpoint, with their names in the torch optimizer's state.
+        offload_refusal: the reason why it cannot update in host memory, and a remedy; None if it can.
     """
 
     moments: ClassVar[Mapping[Kind, str]]
@@ -47,7 +47,7 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
         self.optim = optim
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The entries of a parameter's group that the optimizer reads; what differs in them is in different groups."""
+        """The entries of a parameter's group for this optimizer; parameters with other entries are in other groups."""
         return {}
 
     @abstractmethod
@@ -59,27 +59,27 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
             implementation: of AdamW.
 
         Raises:
-            ConfigError: what it needs is not installed.
+            ConfigError: a required package is not installed.
         """
 
     def connect(
         self, optimizer: _Optimizer, trained: Sequence[nn.Parameter], slice_of: SliceOf, mesh: ParallelMesh
     ) -> None:
-        """Tells the optimizer which parts of which parameters its tensors hold, before the first step; collective."""
+        """Describes the parts of parameters in the optimizer's tensors, before the first step; collective."""
 
     def moments_of(self, parameter: nn.Parameter) -> Mapping[Kind, str]:
-        """The same as `moments`, of one parameter."""
+        """The `moments` of one parameter."""
         return self.moments
 
     def averages(self, optimizer: _Optimizer, masters: Sequence[torch.Tensor]) -> AveragedWeights | None:
-        """The means of the tensors that the optimizer updates; None if there are none."""
+        """The averages of the tensors that the optimizer updates; None if none are kept."""
         decay = self.optim.ema_decay
         return None if decay is None else AveragedWeights(masters, decay)
 
     def weight_of(self, optimizer: _Optimizer, learning_rate: float) -> float:
-        """The weight of an update at this rate in the mean of the iterates; 0 if there is no such mean."""
+        """The weight of an update at this learning rate in the average of iterates; 0 without such an average."""
         return 0.0
 
     def resume(self, optimizer: _Optimizer, master: torch.Tensor, updates: int, weight: float) -> None:
-        """Sets how many updates are behind the loaded state of a tensor, and the sum of their `weight_of`."""
+        """Sets the number of updates of a tensor's loaded state, and the sum of their `weight_of`."""
         count_updates(optimizer, master, updates)

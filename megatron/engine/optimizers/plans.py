@@ -1,4 +1,4 @@
-"""The plan of each optimizer, by the name that --optimizer gives it."""
+"""The plan of each optimizer, by its name in --optimizer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PLANS: Mapping[str, type[OptimizerPlan[Any]]] = types.MappingProxyType(
 
 
 def plan_of(optim: OptimConfig) -> OptimizerPlan[Any]:
-    """The plan of the optimizer that a section names.
+    """The plan of the configured optimizer.
 
     Raises:
         ConfigError: it is unknown.
     """
     if optim.optimizer not in PLANS:
-        raise ConfigError(f"--optimizer {optim.optimizer} is not known. Use one of: {', '.join(PLANS)}.")
+        raise ConfigError(f"unknown --optimizer {optim.optimizer}. Use one of: {', '.join(PLANS)}.")
     return PLANS[optim.optimizer](optim)

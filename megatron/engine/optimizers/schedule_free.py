@@ -1,20 +1,20 @@
-"""Schedule-free AdamW: a mean of the iterates takes the place of a decaying learning rate.
+"""Schedule-free AdamW: averaging of iterates instead of a decaying learning rate.
 
-There are three sequences. Gradients are taken at y, the weights that are trained; z takes the steps of AdamW; x, the
-mean of z that is evaluated, weighs each z by a power of its learning rate, and y lies between: y = (1 - β₁) z + β₁ x.
-With g the gradient over the root of its second moment, plus λ y, and c the share of the newest z in the mean,
+It has three sequences: the trained weights y, at which gradients are computed; the iterates z of AdamW; and the average
+x of z, for evaluation, in which each z has a power of its learning rate as weight, with y = (1 - β₁) z + β₁ x. With g
+the gradient over the root of its second moment, plus λ y, and c the weight of the newest z in the average,
 
     z ← z - γ g        x ← (1 - c) x + c z
 
-The optimizer's tensors hold y, and its state z - y, the distance that momentum would be: both are 0 before the first
-update, and after weights alone were loaded. In these terms a step is
+The optimizer's tensors hold y, its state the distance d = z - y in place of momentum, which is 0 before the first
+update and after loading weights only. A step is
 
     d ← d - β₁ γ g        y ← y - (1 - β₁) γ g + c d        d ← (1 - c) d
 
-and x = y - (1 - β₁) / β₁ d, so that the mean takes no memory.
+and x = y - (1 - β₁) / β₁ d, so the average takes no memory.
 
-Source: Defazio et al., "The road less scheduled", 2024 (arXiv 2405.15682), algorithm 1. As in the authors' program, γ
-is the rate without bias correction, and the second moment is corrected as in AdamW.
+Source: Defazio et al., "The road less scheduled", 2024 (arXiv 2405.15682), algorithm 1. As in the authors' code, γ is
+not bias-corrected, and the second moment is corrected as in AdamW.
 """
 
 from __future__ import annotations
@@ -31,19 +31,18 @@ from megatron.engine.optimizers.plan import OptimizerPlan
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import count_updates, unless_skipped
 
-_LEAST = 1e-300  # where no rate was above 0, no iterate counts yet
+_LEAST = 1e-300  # avoids division by zero while no learning rate has been above 0
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free AdamW; it goes element by element, so that its tensors may be parts of parameters.
+    """Schedule-free AdamW; element-wise, so that its tensors may be parts of parameters.
 
-    A step changes nothing if `found_inf` is set and not 0, as `torch.amp.GradScaler` sets it; otherwise it changes the
-    gradients too.
+    A step is skipped if `found_inf` is set and not 0, as by `torch.amp.GradScaler`; otherwise it overwrites gradients.
 
     Args:
         groups: each with its `params`, `weight_decay` and `eps`.
-        betas: the share of the mean in the weights that are trained, and the decay of the second moment.
-        power: an iterate counts in the mean as its learning rate to this power.
+        betas: the weight of the average in the trained weights, and the decay of the second moment.
+        power: the weight of an iterate is its learning rate to this power.
     """
 
     can_skip = True
@@ -53,11 +52,11 @@ class ScheduleFree(torch.optim.Optimizer):
         self._power = power
 
     def weight_of(self, rate: float) -> float:
-        """What an iterate with this learning rate counts in the mean."""
+        """The weight of an iterate with this learning rate in the average."""
         return float(rate**self._power)
 
-    def go_on_from(self, tensor: torch.Tensor, weight: float) -> None:
-        """Says what all iterates of a tensor until now count in their mean together."""
+    def resume(self, tensor: torch.Tensor, weight: float) -> None:
+        """Sets the total weight of a tensor's iterates so far."""
         self._state_of(tensor)["weight"].fill_(weight)
 
     @torch.no_grad()
@@ -71,13 +70,13 @@ class ScheduleFree(torch.optim.Optimizer):
         states = [self._state_of(weight) for weight in weights]
         distances, squares = ([state[name] for state in states] for name in ("distance", "exp_avg_sq"))
         share, correction = self._count(group, states, skip)
-        mean, kept = group["betas"]
+        average_weight, decay = group["betas"]
         gradients = [weight.grad.to(weight.dtype) for weight in weights]  # type: ignore[union-attr]
         if skip is not None:
             for gradient in gradients:
                 gradient.masked_fill_(skip != 0, 0.0)
-        torch._foreach_mul_(squares, unless_skipped(skip, kept, 1.0))
-        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - kept)
+        torch._foreach_mul_(squares, unless_skipped(skip, decay, 1.0))
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1.0 - decay)
         roots = torch._foreach_div(squares, correction)
         torch._foreach_sqrt_(roots)
         torch._foreach_add_(roots, group["eps"])
@@ -85,8 +84,8 @@ class ScheduleFree(torch.optim.Optimizer):
         del roots  # a tensor as large as the weights
         torch._foreach_add_(gradients, list(weights), alpha=group["weight_decay"])
         torch._foreach_mul_(gradients, unless_skipped(skip, -group["lr"], 0.0))
-        torch._foreach_add_(distances, gradients, alpha=mean)
-        torch._foreach_add_(list(weights), gradients, alpha=1.0 - mean)
+        torch._foreach_add_(distances, gradients, alpha=average_weight)
+        torch._foreach_add_(list(weights), gradients, alpha=1.0 - average_weight)
         moved = torch._foreach_mul(distances, share)
         torch._foreach_add_(list(weights), moved)
         torch._foreach_sub_(distances, moved)
@@ -94,13 +93,13 @@ class ScheduleFree(torch.optim.Optimizer):
     def _count(
         self, group: dict[str, Any], states: Sequence[dict[str, Any]], skip: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts an update of parameters that have been updated together: the share of the newest iterate in the mean,
-        0 if it is dropped, and the bias correction of the second moment.
+        """Counts an update of a group; returns the weight of the newest iterate in the average, 0 if the update is
+        skipped, and the bias correction of the second moment.
 
         Shapes: both `[]` float32.
         """
         steps, totals = ([state[name] for state in states] for name in ("step", "weight"))
-        # By the rate before a group's factor, as `Engine` counts for checkpoints; the mean is the same.
+        # Uses the learning rate without the group's factor, as `Engine` does for checkpoints; the average is the same.
         weight = torch.full_like(totals[0], self.weight_of(group["lr"] / group.get("lr_multiplier", 1.0)))
         if skip is not None:
             weight.masked_fill_(skip != 0, 0.0)
@@ -123,7 +122,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class IterateMeans(AveragedWeights):
-    """The means x of an optimizer, computed where they are asked for: nothing is kept of them.
+    """The averages x of an optimizer, computed on demand.
 
     Args:
         masters: the tensors that the optimizer updates, flat or not.
@@ -137,7 +136,7 @@ class IterateMeans(AveragedWeights):
 
     @property
     def means(self) -> Sequence[torch.Tensor]:
-        """What is held of them: nothing, but the weights while they are exchanged."""
+        """The memory of the averages: none, except the saved weights during an exchange."""
         return self._trained
 
     @torch.no_grad()
@@ -150,14 +149,14 @@ class IterateMeans(AveragedWeights):
         return torch.sub(weights, distance.view(-1).narrow(0, first, count), alpha=(1.0 - mean) / mean)
 
     def restart(self) -> None:
-        """Nothing: they begin with the weights while the optimizer has no state."""
+        """Does nothing: without optimizer state, the averages are the weights."""
 
     def update(self, is_applied: torch.Tensor) -> None:
-        """Nothing: the optimizer has."""
+        """Does nothing: the optimizer updates them."""
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Has the optimizer's tensors hold the means, or the weights again, bit by bit; takes as much memory again."""
+        """Replaces the weights by their averages, or restores them bit by bit; takes a copy of the weights."""
         if self._trained:
             torch._foreach_copy_(self._masters, self._trained)
             self._trained = []
@@ -168,7 +167,7 @@ class IterateMeans(AveragedWeights):
 
 
 class ScheduleFreePlan(OptimizerPlan[ScheduleFree]):
-    """Schedule-free AdamW, whose state has the means of its iterates."""
+    """Schedule-free AdamW."""
 
     moments = types.MappingProxyType({"exp_avg": "distance", "exp_avg_sq": "exp_avg_sq"})
 
@@ -186,4 +185,4 @@ class ScheduleFreePlan(OptimizerPlan[ScheduleFree]):
 
     def resume(self, optimizer: ScheduleFree, master: torch.Tensor, updates: int, weight: float) -> None:
         count_updates(optimizer, master, updates)
-        optimizer.go_on_from(master, weight)
+        optimizer.resume(master, weight)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum, torch's own."""
+"""Stochastic gradient descent with momentum."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Brings the parts of matrices together on the ranks that own them, and takes what these make of them apart again.
+"""Gathers divided matrices on their owner ranks, and scatters the results.
 
 A matrix is divided twice: over tensor-parallel ranks along one dimension, and with ZeRO into flat ranges over the ranks
-that hold copies of the shard. Each matrix has one owner among the latter, and there one among the former; everything
-else follows from the shapes, so that all ranks agree on the owners without a message.
+that hold copies of the shard. Each matrix has one owner of each division. Owners follow from the shapes, so ranks agree
+on them without communication.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
 from megatron.parallel.shard_spec import Dimension, ShardSpec
 
-_BUCKET_ELEMENTS = 2**28  # of the shards that are under way at once
+_BUCKET_ELEMENTS = 2**28  # of the shards in transit at once
 
 
 @dataclass(frozen=True)
 class DividedMatrix:
-    """A parameter that joins one matrix or several, and where its elements are.
+    """A parameter of one or several matrices, divided over ranks.
 
     Args:
-        spec: its shape and this rank's shard of it.
-        replicas: the ranks that hold copies of the shard, or ranges of it.
-        ranges: the first element and the number of elements that each of them holds, flat in the shard.
+        spec: its shape and this rank's shard.
+        replicas: the ranks that hold copies or ranges of the shard.
+        ranges: the first element and the number of elements of each of them, flat in the shard.
     """
 
     spec: ShardSpec
@@ -36,10 +36,7 @@ class DividedMatrix:
 
     @cached_property
     def split_dimension(self) -> int | None:
-        """The dimension that tensor-parallel ranks divide; None if each has all of it.
-
-        That of experts, each of which is a matrix, is none: a rank orthogonalises those it has.
-        """
+        """The dimension that tensor-parallel ranks divide; None if each has whole matrices, such as whole experts."""
         divided = (
             number
             for number, dimension in enumerate(self.spec.dimensions)
@@ -69,12 +66,12 @@ class DividedMatrix:
 
     @cached_property
     def cost(self) -> int:
-        """What an orthogonalisation takes, in multiplications of a constant number."""
+        """The cost of an orthogonalisation, up to a constant factor."""
         shapes = [part.shape for part in self.matrices(torch.empty(self.whole_shape, device="meta"))]
         return sum(rows * columns * min(rows, columns) for rows, columns in shapes)
 
     def matrices(self, whole: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The matrices that a whole tensor joins: views, or copies where rows do not follow each other.
+        """The matrices of a whole tensor: views, or copies if their rows are not contiguous.
 
         Shapes: `whole_shape`; each matrix `[outputs, inputs]`.
         """
@@ -82,7 +79,7 @@ class DividedMatrix:
             yield box.reshape(-1, box.shape[-1])
 
     def replace(self, whole: torch.Tensor, matrices: Iterable[torch.Tensor]) -> None:
-        """Writes what became of `matrices` into the whole tensor."""
+        """Writes the transformed `matrices` to the whole tensor."""
         for box, matrix in zip(_boxes(whole, self.spec.dimensions), matrices, strict=True):
             box.copy_(matrix.view(box.shape))
 
@@ -91,7 +88,7 @@ class WholeMatrices:
     """Matrices that are divided over the same ranks.
 
     Args:
-        matrices: those of this rank's layers, in the same order on all ranks that divide them.
+        matrices: of this rank's layers, in the same order on all ranks that divide them.
     """
 
     def __init__(self, matrices: Sequence[DividedMatrix]) -> None:
@@ -102,13 +99,13 @@ class WholeMatrices:
 
     @classmethod
     def buckets(cls, matrices: Sequence[DividedMatrix]) -> list[tuple[list[int], WholeMatrices]]:
-        """Matrices that are divided over the same ranks, a limited number of elements each, with their numbers."""
-        alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        """Divides matrices into buckets of limited size over the same ranks, each with the indices of its matrices."""
+        by_ranks: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for number, matrix in enumerate(matrices):
             axis = matrix.tensor_axis
-            alike.setdefault((matrix.replicas.ranks, () if axis is None else axis.ranks), []).append(number)
+            by_ranks.setdefault((matrix.replicas.ranks, () if axis is None else axis.ranks), []).append(number)
         buckets: list[list[int]] = []
-        for numbers in alike.values():
+        for numbers in by_ranks.values():
             elements = _BUCKET_ELEMENTS
             for number in numbers:
                 elements += matrices[number].shard_numel
@@ -119,49 +116,49 @@ class WholeMatrices:
         return [(bucket, cls([matrices[number] for number in bucket])) for bucket in buckets]
 
     def transform(self, parts: Sequence[torch.Tensor], transform: Callable[..., None]) -> None:
-        """Has the owners change whole tensors in place, and copies the results into this rank's parts; collective.
+        """Transforms whole tensors on their owners, and copies the results to this rank's parts; collective.
 
         Shapes: each part `[n]`, this rank's range of the matrix; it may be empty.
 
         Args:
-            transform: called with the matrices that this rank owns and their tensors.
+            transform: called with the matrices that this rank owns and their tensors, which it changes in place.
         """
         shards = self._gather(parts)
-        mine = list(shards)
-        nothing = parts[0].new_empty(0)  # on the device, also where this rank owns no shard
-        wholes, owners = self._join(mine, [shards[number] for number in mine], nothing)
+        numbers = list(shards)
+        empty = parts[0].new_empty(0)  # on the device, even if this rank owns no shard
+        wholes, owners = self._join(numbers, [shards[number] for number in numbers], empty)
         rank = 0 if self._tensor is None else self._tensor.rank
-        owned = [place for place, owner in enumerate(owners) if owner == rank]
-        transform([self._matrices[mine[place]] for place in owned], [wholes[place] for place in owned])
-        divided = self._divide(mine, wholes, owners, nothing)
-        self._scatter(dict(zip(mine, divided, strict=True)), parts)
+        owned = [index for index, owner in enumerate(owners) if owner == rank]
+        transform([self._matrices[numbers[index]] for index in owned], [wholes[index] for index in owned])
+        divided = self._divide(numbers, wholes, owners, empty)
+        self._scatter(dict(zip(numbers, divided, strict=True)), parts)
 
     def _owned_by(self, rank: int) -> list[int]:
         return [number for number, owner in enumerate(self._owners) if owner == rank]
 
     def _gather(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The shards that this rank owns, by their numbers."""
-        axis, own = self._replicas, self._owned_by(self._replicas.rank)
+        """The shards that this rank owns, by the index of the matrix."""
+        axis, owned = self._replicas, self._owned_by(self._replicas.rank)
         if all(matrix.is_held_whole for matrix in self._matrices):
-            return {number: parts[number] for number in own}
-        nothing = parts[0].new_empty(0)
-        sent = [torch.cat([nothing, *(parts[number] for number in self._owned_by(rank))]) for rank in range(axis.size)]
-        sizes = [sum(self._matrices[number].ranges[rank][1] for number in own) for rank in range(axis.size)]
+            return {number: parts[number] for number in owned}
+        empty = parts[0].new_empty(0)
+        sent = [torch.cat([empty, *(parts[number] for number in self._owned_by(rank))]) for rank in range(axis.size)]
+        sizes = [sum(self._matrices[number].ranges[rank][1] for number in owned) for rank in range(axis.size)]
         received = exchange_parts(sent, sizes, axis)
-        shards = {number: nothing.new_zeros(self._matrices[number].shard_numel) for number in own}
+        shards = {number: empty.new_zeros(self._matrices[number].shard_numel) for number in owned}
         for rank, values in enumerate(received):
-            ranges = [self._matrices[number].ranges[rank] for number in own]
-            for number, (first, count), part in zip(own, ranges, values.split([n for _, n in ranges]), strict=True):
+            ranges = [self._matrices[number].ranges[rank] for number in owned]
+            for number, (first, count), part in zip(owned, ranges, values.split([n for _, n in ranges]), strict=True):
                 shards[number].narrow(0, first, count).copy_(part)
         return shards
 
     def _scatter(self, shards: Mapping[int, torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
         """Sends every rank its ranges of the shards that this rank owns."""
-        axis, nothing = self._replicas, parts[0].new_empty(0)
+        axis, empty = self._replicas, parts[0].new_empty(0)
         sent = []
         for rank in range(axis.size):
             ranges = ((shard, *self._matrices[number].ranges[rank]) for number, shard in shards.items())
-            sent.append(torch.cat([nothing, *(shard.narrow(0, first, count) for shard, first, count in ranges)]))
+            sent.append(torch.cat([empty, *(shard.narrow(0, first, count) for shard, first, count in ranges)]))
         owned = [self._owned_by(rank) for rank in range(axis.size)]
         received = exchange_parts(sent, [sum(len(parts[number]) for number in numbers) for numbers in owned], axis)
         for numbers, values in zip(owned, received, strict=True):
@@ -170,7 +167,7 @@ class WholeMatrices:
                 parts[number].copy_(part)
 
     def _join(
-        self, numbers: list[int], shards: list[torch.Tensor], nothing: torch.Tensor
+        self, numbers: list[int], shards: list[torch.Tensor], empty: torch.Tensor
     ) -> tuple[list[torch.Tensor], list[int]]:
         """The whole tensors that this rank owns, empty ones for the others, and the owners of all."""
         axis, matrices = self._tensor, [self._matrices[number] for number in numbers]
@@ -178,44 +175,44 @@ class WholeMatrices:
             pairs = zip(matrices, shards, strict=True)
             return [shard.clone().view(matrix.whole_shape) for matrix, shard in pairs], [0] * len(shards)
         owners = _owners(matrices, axis.size)
-        mine = [place for place, owner in enumerate(owners) if owner == axis.rank]
+        owned = [index for index, owner in enumerate(owners) if owner == axis.rank]
         sent = [
-            torch.cat([nothing, *(shards[place] for place, owner in enumerate(owners) if owner == rank)])
+            torch.cat([empty, *(shards[index] for index, owner in enumerate(owners) if owner == rank)])
             for rank in range(axis.size)
         ]
-        count = sum(matrices[place].shard_numel for place in mine)
+        count = sum(matrices[index].shard_numel for index in owned)
         received = [
-            values.split([matrices[place].shard_numel for place in mine])
+            values.split([matrices[index].shard_numel for index in owned])
             for values in exchange_parts(sent, [count] * axis.size, axis)
         ]
-        wholes = [nothing] * len(shards)
-        for position, place in enumerate(mine):
-            shape, dimension = matrices[place].spec.local_shape, matrices[place].split_dimension or 0
-            wholes[place] = torch.cat([values[position].view(shape) for values in received], dim=dimension)
+        wholes = [empty] * len(shards)
+        for position, index in enumerate(owned):
+            shape, dimension = matrices[index].spec.local_shape, matrices[index].split_dimension or 0
+            wholes[index] = torch.cat([values[position].view(shape) for values in received], dim=dimension)
         return wholes, owners
 
     def _divide(
-        self, numbers: list[int], wholes: list[torch.Tensor], owners: list[int], nothing: torch.Tensor
+        self, numbers: list[int], wholes: list[torch.Tensor], owners: list[int], empty: torch.Tensor
     ) -> list[torch.Tensor]:
-        """This rank's shards of the whole tensors that the owners hold."""
+        """This rank's shards of the whole tensors on the owners."""
         axis, matrices = self._tensor, [self._matrices[number] for number in numbers]
         if axis is None:
             return [whole.view(-1) for whole in wholes]
-        mine = [place for place, owner in enumerate(owners) if owner == axis.rank]
-        chunks = [wholes[place].chunk(axis.size, dim=matrices[place].split_dimension or 0) for place in mine]
-        sent = [torch.cat([nothing, *(each[rank].reshape(-1) for each in chunks)]) for rank in range(axis.size)]
-        held = [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
-        sizes = [[matrices[place].shard_numel for place in places] for places in held]
-        shards = [nothing] * len(wholes)
+        owned = [index for index, owner in enumerate(owners) if owner == axis.rank]
+        chunks = [wholes[index].chunk(axis.size, dim=matrices[index].split_dimension or 0) for index in owned]
+        sent = [torch.cat([empty, *(each[rank].reshape(-1) for each in chunks)]) for rank in range(axis.size)]
+        owned_by = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(axis.size)]
+        sizes = [[matrices[index].shard_numel for index in indices] for indices in owned_by]
+        shards = [empty] * len(wholes)
         received = exchange_parts(sent, [sum(each) for each in sizes], axis)
-        for places, counts, values in zip(held, sizes, received, strict=True):
-            for place, shard in zip(places, values.split(counts), strict=True):
-                shards[place] = shard
+        for indices, counts, values in zip(owned_by, sizes, received, strict=True):
+            for index, shard in zip(indices, values.split(counts), strict=True):
+                shards[index] = shard
         return shards
 
 
 def _owners(matrices: Sequence[DividedMatrix], ranks: int) -> list[int]:
-    """Who orthogonalises each matrix: the longest first, to the rank with the least to do."""
+    """The rank that orthogonalises each matrix: the most expensive first, to the rank with the least work."""
     loads, owners = [0] * ranks, [0] * len(matrices)
     for number in sorted(range(len(matrices)), key=lambda number: -matrices[number].cost):
         owners[number] = loads.index(min(loads))
@@ -224,12 +221,12 @@ def _owners(matrices: Sequence[DividedMatrix], ranks: int) -> list[int]:
 
 
 def _is_list(dimension: Dimension) -> bool:
-    """Whether every entry of a dimension is a matrix of its own."""
+    """Returns True if every entry of a dimension is a separate matrix."""
     return len(dimension.parts) == dimension.size
 
 
 def _boxes(whole: torch.Tensor, dimensions: Sequence[Dimension]) -> list[torch.Tensor]:
-    """The parts of a tensor along all dimensions that join matrices; views."""
+    """The separate matrices of a tensor; views."""
     boxes = [whole]
     for number, dimension in enumerate(dimensions):
         if dimension.parts:

@@ -1,4 +1,4 @@
-"""What the engine asks of whatever passes micro-batches through the network."""
+"""The interface for running micro-batches through the network."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _View = TypeVar("_View", bound=OptimizerView)
 
 
 class Passes(ABC, Generic[_View]):
-    """How the micro-batches of a global batch pass through the network.
+    """Runs the micro-batches of a global batch through the network.
 
     Args:
-        module: what DeepSpeed is initialized with: the layers of this rank.
+        module: the layers of this rank, which DeepSpeed is initialized with.
 
     Attributes:
-        module: as given.
-        placement: of the chunks that a schedule of our own runs; None if there is none.
+        module: the argument.
+        placement: the placement of chunks, if a pipeline schedule runs them; None otherwise.
     """
 
     placement: Placement | None = None
@@ -35,14 +35,13 @@ class Passes(ABC, Generic[_View]):
         self.module = module
 
     def connect(self, deepspeed: Any, view: _View, partial: Partial, tied: Tied, enter: Callable[[str], None]) -> None:
-        """Connects the network to what updates it, once DeepSpeed has been initialized.
+        """Connects the network to its optimizer, after DeepSpeed's initialization.
 
         Args:
             deepspeed: the engine that updates the weights.
-            view: the optimizer in it.
-            partial: parameters of which the ranks of an axis have the gradients of different tokens, to be summed.
-            tied: trained weights that other stages hold as well, whose gradients are to be summed.
-            enter: to be called with each phase that begins.
+            view: its optimizer.
+            partial, tied: see `GradientOwner.sum_over_ranks`.
+            enter: called with each phase that begins.
         """
         self._deepspeed, self._view, self._enter = deepspeed, view, enter
         view.sum_over_ranks(partial, tied)
@@ -56,4 +55,4 @@ class Passes(ABC, Generic[_View]):
         """Runs forward passes without gradients; the network is in evaluation mode."""
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        """Captures passes as CUDA graphs from now on; see `graph_refusal` for what must hold."""
+        """Captures passes as CUDA graphs from now on, unless `graph_refusal` has a reason against it."""

@@ -18,7 +18,7 @@ from megatron.model.interface.network import LayerStack
 
 
 class PlainPasses(Passes[OwningView]):
-    """Every rank has the whole network and runs it, or CUDA graphs do; the gradients are the step's own.
+    """Runs the whole network on every rank, optionally as CUDA graphs, with ZeRO 0, 1 or 2.
 
     Args:
         stack: the network.
@@ -39,7 +39,7 @@ class PlainPasses(Passes[OwningView]):
         for batch in batches:
             self._enter("forward")
             if self._graphs is None or not self._run_graph(batch, self._graphs, len(batches)):
-                # With a gradient for the loss torch would import sympy, a second at every start, to compare two shapes.
+                # Given an initial gradient, torch would import sympy to compare two shapes: a second at every start.
                 loss = losses.scaled(_loss(self.module, batch, losses))
                 self._enter("backward")
                 torch.autograd.backward(loss)
@@ -52,10 +52,10 @@ class PlainPasses(Passes[OwningView]):
         _evaluate(self.module, batches, losses, self._enter)
 
     def _run_graph(self, batch: DeviceBatch, graphs: MicroBatchGraphs, count: int) -> bool:
-        """Has a graph run forward and backward, and gives the parameters their gradients.
+        """Runs forward and backward by a graph, and sets the gradients of parameters.
 
         Returns:
-            whether it did: what cannot be captured is run without graphs from now on.
+            False if capturing failed; then no graphs are used from now on.
         """
         losses = self._losses
         try:
@@ -66,22 +66,22 @@ class PlainPasses(Passes[OwningView]):
             warn_of_capture(failure)
             return False
         self._enter("backward")
-        graphs.give(outcome, adds_up=self._view.is_direct and count > 1)
+        graphs.set_gradients(outcome, accumulates=self._view.is_direct and count > 1)
         losses.totals.add_sums(outcome.sums)
         return True
 
     def _forward_alone(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a micro-batch as its backward pass begins with it, and its own totals, without DeepSpeed."""
+        """The scaled loss of a micro-batch, and its sums."""
         losses = self._losses.with_new_totals()
         return losses.scaled(_loss(self.module, batch, losses)), losses.totals.sums
 
 
 class ShardedPasses(Passes[OptimizerView]):
-    """With ZeRO 3: DeepSpeed's engine runs the network, whose weights it gathers, and adds the gradients up."""
+    """Runs the network in DeepSpeed's engine, which gathers weights and accumulates gradients, with ZeRO 3."""
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         for number, batch in enumerate(batches, start=1):
-            # DeepSpeed's own micro-batch count is wrong after the batch size has changed.
+            # DeepSpeed's own count of micro-batches is wrong after a change of the batch size.
             self._deepspeed.set_gradient_accumulation_boundary(number == len(batches))
             self._enter("forward")
             loss = _loss(self._deepspeed, batch, losses)
@@ -97,7 +97,7 @@ class ShardedPasses(Passes[OptimizerView]):
 def _loss(network: Callable[..., Any], batch: DeviceBatch, losses: StepLoss) -> torch.Tensor:
     context = losses.context_of(batch)
     outputs = network(batch.network_input, context)
-    return losses.of(outputs, batch.targets, context.auxiliary.sums())
+    return losses.loss(outputs, batch.targets, context.auxiliary.sums())
 
 
 def _evaluate(

@@ -1,9 +1,9 @@
 """The loss of a global batch, micro-batch by micro-batch.
 
-In every layout, it is the sum of the token losses of the global batch divided by its number of counted tokens, plus,
-for objectives with a loss per sample, their sum divided by the number of samples. Gradients are averaged over
-micro-batches and replicas, so the loss sum of a micro-batch is first multiplied by (micro-batches * replicas / counted
-tokens), and the sum over samples by the same with their number.
+In every layout, it is the sum of token losses of the global batch divided by the number of counted tokens, plus, for
+objectives with a loss per sample, their sum divided by the number of samples. As gradients are averaged over
+micro-batches and replicas, the token loss sum of a micro-batch is multiplied by (micro-batches * replicas / counted
+tokens), and its sample loss sum by (micro-batches * replicas / samples).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class StepLoss:
     Args:
         objective: the objective of the batch.
         settings: shared by its micro-batches.
-        loss_scale: the loss scale in fp16, else 1; a tensor in its place is read when it is used. `[]`.
-        micro_batches: their number on this rank.
+        loss_scale: the loss scale in fp16, else 1; a tensor is read at each use. `[]`.
+        micro_batches: number of micro-batches on this rank.
 
     Attributes:
         totals: the sums so far.
-        micro_batches: as given, at least 1.
+        micro_batches: the argument, at least 1.
     """
 
     def __init__(
@@ -53,28 +53,28 @@ class StepLoss:
 
     @property
     def backward_scale(self) -> float | torch.Tensor:
-        """What the loss of a micro-batch is multiplied by before backward. Shapes: `[]`."""
+        """The factor of a micro-batch's loss before backward. Shapes: `[]`."""
         return self._loss_scale / self.micro_batches
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss of a micro-batch as its backward pass begins with it. Shapes: `[]`."""
+        """The loss of a micro-batch times `backward_scale`. Shapes: `[]`."""
         scale = self.backward_scale
         return loss if not isinstance(scale, torch.Tensor) and scale == 1 else loss * scale
 
     def seed(self) -> torch.Tensor:
-        """The same as a tensor, from which a backward pass begins. Shapes: `[]` float32."""
+        """`backward_scale` as the initial gradient of a backward pass. Shapes: `[]` float32."""
         scale = self.backward_scale
         return scale if isinstance(scale, torch.Tensor) else torch.full((), scale, device=self._mesh.device)
 
     def prepare(
         self, micro_batches: Sequence[MicroBatch], *, with_inputs: bool, with_targets: bool
     ) -> list[DeviceBatch]:
-        """Copies to the device what this rank needs of the micro-batches, without synchronizing; collective over the
-        ranks that see the loss.
+        """Copies the arrays that this rank needs to the device, without synchronizing; collective over the ranks that
+        compute the loss.
 
         Args:
-            with_inputs: whether this rank has the first layer.
-            with_targets: whether it sees the loss.
+            with_inputs: this rank has the first layer.
+            with_targets: this rank computes the loss.
         """
         given = self.objective, self.settings, self._mesh.device
         scales = self._scales(micro_batches) if with_targets else None
@@ -83,9 +83,7 @@ class StepLoss:
         return batches
 
     def _scales(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """The factors of the loss sums over tokens and over samples; collective over the ranks that see the loss.
-
-        One rank alone divides on the host, by the same two roundings as the device.
+        """The factors of the loss sums over tokens and over samples; collective over the ranks that compute the loss.
 
         Shapes: `[2]` float32.
         """
@@ -93,7 +91,7 @@ class StepLoss:
         tokens = sum(objective.token_count(batch) for batch in micro_batches)
         samples = sum(len(batch.sample_ids) for batch in micro_batches)
         gradients = len(micro_batches) * mesh.gradient.size
-        if mesh.batch.size == 1:  # without a counted token there is nothing to divide
+        if mesh.batch.size == 1:  # divides on the host, with the same two roundings as on the device
             scales = [gradients * (1.0 / (1.0 if counted <= 0 else counted)) for counted in (tokens, samples)]
             return device.copy_to_device(np.array(scales, dtype=np.float32), mesh.device)
         counts = device.copy_to_device(np.array([tokens, samples], dtype=np.float64), mesh.device)
@@ -105,31 +103,31 @@ class StepLoss:
         return batch.context(self.settings, self.backward_scale)
 
     def with_new_totals(self) -> StepLoss:
-        """The same, with totals that begin at zero."""
+        """A copy with totals of zero."""
         other = copy.copy(self)
         other.totals = StepTotals(sum_sizes(self.objective), self._mesh.device)
         return other
 
-    def of(
+    def loss(
         self,
         outputs: Outputs,
         targets: tuple[torch.Tensor, ...],
         auxiliary: Mapping[str, torch.Tensor] | None = None,
-        given: Mapping[str, torch.Tensor] | None = None,
+        extra_targets: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The loss of a micro-batch, which is added to the totals.
+        """Computes the loss of a micro-batch and adds it to the totals.
 
         Args:
             targets: of a `DeviceBatch`.
             auxiliary: see `StepTotals.add`.
-            given: more tensors that the objective is given by name.
+            extra_targets: further targets of the objective, by name.
         """
         scales, *tensors = targets
-        named = {**dict(zip(self._target_names, tensors, strict=True)), **(given or {})}
-        of_tokens = scales[0]
-        result = self.objective(outputs, named, self.scaled(of_tokens))
+        named = {**dict(zip(self._target_names, tensors, strict=True)), **(extra_targets or {})}
+        token_scale = scales[0]
+        result = self.objective(outputs, named, self.scaled(token_scale))
         self.totals.add(result, auxiliary or {})
-        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * of_tokens
+        loss = (result.loss_sum if result.minimized_sum is None else result.minimized_sum) * token_scale
         return loss if result.sample_sum is None else loss + result.sample_sum * scales[1]
 
     @property
@@ -138,6 +136,6 @@ class StepLoss:
         network: AuxiliaryNetwork | None = getattr(self.objective, "auxiliary_network", None)
         return network
 
-    def take_auxiliary(self, losses: AuxiliaryLosses) -> None:
-        """Adds what layers have recorded to the totals."""
+    def add_auxiliary(self, losses: AuxiliaryLosses) -> None:
+        """Adds the auxiliary losses of layers to the totals."""
         self.totals.add_auxiliary(losses.sums())

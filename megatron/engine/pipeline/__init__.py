@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers a rank holds, and the passes of micro-batches through the ranks.
+"""Pipeline parallelism: the division of layers into chunks, and the execution of schedules.
 
-The order of the passes is a schedule of `megatron/parallel/schedule/`; here it is executed.
+The schedules are built in `megatron/parallel/schedule/`.
 """

@@ -1,9 +1,9 @@
 """The passes of a pipeline's chunks as CUDA graphs.
 
-A forward pass is one graph; a backward pass is another, or two where a schedule computes weight gradients apart. In
-between, other micro-batches pass through the chunk, so there are as many sets of graphs as it has passes at a time,
-each with memory of its own. They are captured before the first action of a step, while no message is on its way.
-Messages take their time, so what they carry is copied from where a graph writes it.
+A forward pass is one graph; a backward pass is another, or two if the schedule computes weight gradients separately.
+Other micro-batches pass through the chunk in between, so it needs a set of graphs, each with separate memory, for every
+pass that is in flight at once. Graphs are captured before the first action of a step, while no message is in transit.
+Outputs are copied from a graph's buffers, because sends are asynchronous.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron.engine.cuda_graphs import (
     WARM_UP_MICRO_BATCHES,
     batch_shape,
     fill,
-    give_gradients,
     match_layout,
-    static,
+    set_gradients,
+    static_copy,
     warn_of_capture,
 )
 from megatron.engine.micro_batch import DeviceBatch
@@ -30,37 +30,37 @@ from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkPass, ChunkRunner
 from megatron.parallel.schedule.actions import Kind, Program
 
-# Chunk, and whether its backward pass comes in two halves.
-_Way = tuple[int, bool]
+# A chunk, and True if its backward pass is split in two halves.
+_Variant = tuple[int, bool]
 
 
 class GraphedChunkRunner(ChunkRunner):
-    """Runs the chunks of a rank, as they are until libraries have chosen their kernels, then as graphs.
+    """Runs the chunks of a rank as graphs, after a warm-up without graphs.
 
     Args:
-        runner: runs them as they are.
-        adds_up: whether gradients stay in `.grad` from one micro-batch to the next.
+        runner: runs the chunks without graphs.
+        accumulates: gradients stay in `.grad` from one micro-batch to the next.
     """
 
-    def __init__(self, runner: ChunkRunner, capturer: GraphCapturer, *, adds_up: bool) -> None:
-        vars(self).update(vars(runner))  # layers and queues know each other already
-        self._capturer, self._adds_up = capturer, adds_up
+    def __init__(self, runner: ChunkRunner, capturer: GraphCapturer, *, accumulates: bool) -> None:
+        vars(self).update(vars(runner))  # layers are already connected to the runner's queues
+        self._capturer, self._accumulates = capturer, accumulates
         self._settings: Hashable = None
-        self._met = 0
-        self._is_refused = False
-        self._sets: dict[_Way, list[_GraphSet]] = defaultdict(list)
-        self._free: dict[_Way, list[_GraphSet]] = {}
-        self._ways: dict[int, dict[int, bool]] = {}
+        self._warm_ups = 0
+        self._has_failed = False
+        self._sets: dict[_Variant, list[_GraphSet]] = defaultdict(list)
+        self._free: dict[_Variant, list[_GraphSet]] = {}
+        self._is_halved: dict[int, dict[int, bool]] = {}  # by the id of a micro-batch and by chunk
 
     @property
     def count(self) -> int:
         return sum(map(len, self._sets.values()))
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Captures what a step needs, once micro-batches of its shape have been met often; releases what has changed
-        since: shape, settings or which parameters are trained. What cannot be captured runs as it is from now on.
+        """Captures the graphs of a step after the warm-up, and releases them first if shape, settings or the set of
+        trained parameters have changed. After a failed capture, no graphs are used from now on.
         """
-        if self._is_refused:
+        if self._has_failed:
             return
         trained = tuple(each.requires_grad for each in self.stack.parameters())
         shapes = frozenset(map(batch_shape, batches))
@@ -69,21 +69,24 @@ class GraphedChunkRunner(ChunkRunner):
             self.release()
             self._settings = settings
         self._free = {}
-        if self._met < WARM_UP_MICRO_BATCHES or len(shapes) > 1:
-            self._met += len(batches)
+        if self._warm_ups < WARM_UP_MICRO_BATCHES or len(shapes) > 1:
+            self._warm_ups += len(batches)
             return
         halved = {(each.chunk, each.micro_batch) for each in program if each.kind is Kind.INPUT_BACKWARD}
-        self._ways = {id(batch): {c: (c, n) in halved for c in self.chunks.layers} for n, batch in enumerate(batches)}
+        self._is_halved = {
+            id(batch): {chunk: (chunk, number) in halved for chunk in self.chunks.layers}
+            for number, batch in enumerate(batches)
+        }
         try:
-            for way, needed in _most_at_once(program, halved).items():
-                if self.chunks.passes_gradient(way[0]):
-                    while len(self._sets[way]) < needed:
-                        self._sets[way].append(_GraphSet(self, way, batches[0], losses, self._capturer))
+            for variant, needed in _most_in_flight(program, halved).items():
+                if self.chunks.passes_gradient(variant[0]):
+                    while len(self._sets[variant]) < needed:
+                        self._sets[variant].append(_GraphSet(self, variant, batches[0], losses, self._capturer))
         except CaptureError as failure:
-            self._is_refused = True
+            self._has_failed = True
             self.release()
             warn_of_capture(failure)
-        self._free = {way: list(sets) for way, sets in self._sets.items()}
+        self._free = {variant: list(sets) for variant, sets in self._sets.items()}
 
     def forward(
         self,
@@ -91,67 +94,72 @@ class GraphedChunkRunner(ChunkRunner):
         batch: DeviceBatch,
         hidden: torch.Tensor | None,
         losses: StepLoss,
-        given: Mapping[str, torch.Tensor],
+        extra_targets: Mapping[str, torch.Tensor],
         *,
         trains: bool,
     ) -> tuple[torch.Tensor, ChunkPass | None]:
-        """As that of `ChunkRunner`; `begin` has been called for the step."""
-        if not trains or self._is_refused:
-            return super().forward(chunk, batch, hidden, losses, given, trains=trains)
+        """See `ChunkRunner`; `begin` has been called for the step."""
+        if not trains or self._has_failed:
+            return super().forward(chunk, batch, hidden, losses, extra_targets, trains=trains)
         if not self._free:
             output, passed = self._capturer.warm_up(
-                lambda: ChunkRunner.forward(self, chunk, batch, hidden, losses, given, trains=True)
+                lambda: ChunkRunner.forward(self, chunk, batch, hidden, losses, extra_targets, trains=True)
             )
             return output, None if passed is None else _WarmUp(passed, self._capturer)
-        free = self._free[chunk, self._ways[id(batch)][chunk]]
+        free = self._free[chunk, self._is_halved[id(batch)][chunk]]
         graphs = free.pop()
         output = graphs.run_forward(batch, hidden, losses)
-        return output, _GraphPass(graphs, free, adds_up=self._adds_up)
+        return output, _GraphPass(graphs, free, accumulates=self._accumulates)
 
-    def graph_queue(self, chunk: int) -> Any:
-        """Where the layers of a chunk leave weight gradients for later."""
+    def weight_queue(self, chunk: int) -> Any:
+        """The queue of deferred weight gradients of a chunk."""
         return self._queues[chunk]
 
     def release(self) -> None:
-        """Frees all graphs; they are captured again after a while."""
+        """Frees all graphs; they are captured again after a warm-up."""
         for sets in self._sets.values():
             for each in sets:
                 each.release()
         self._sets.clear()
-        self._met = 0
+        self._warm_ups = 0
 
 
-def _most_at_once(program: Program, halved: set[tuple[int, int]]) -> dict[_Way, int]:
-    now: Counter[_Way] = Counter()
-    most: dict[_Way, int] = {}
+def _most_in_flight(program: Program, halved: set[tuple[int, int]]) -> dict[_Variant, int]:
+    in_flight: Counter[_Variant] = Counter()
+    most: dict[_Variant, int] = {}
     for action in program:
-        way = action.chunk, (action.chunk, action.micro_batch) in halved
+        variant = action.chunk, (action.chunk, action.micro_batch) in halved
         if action.kind is Kind.FORWARD:
-            now[way] += 1
-            most[way] = max(most.get(way, 0), now[way])
+            in_flight[variant] += 1
+            most[variant] = max(most.get(variant, 0), in_flight[variant])
         elif action.kind in (Kind.BACKWARD, Kind.WEIGHT_BACKWARD):
-            now[way] -= 1
+            in_flight[variant] -= 1
     return most
 
 
 class _GraphSet:
-    """The graphs of one pass through a chunk at a time: what is read and written where.
+    """The graphs of one pass through a chunk, with their buffers.
 
     Attributes:
-        hidden: the input; None for the first chunk.
-        output: where the forward graph writes; the loss in the last chunk.
-        sums: the totals of the pass, written by it as well.
-        gradient: that of the output, which the backward graph reads.
-        of_input: where it writes that of the input; None if it has none.
-        gradients: those of the parameters by graph: what the whole or the first half writes, and what the second does.
+        hidden: the input of the forward graph; None for the first chunk.
+        output: its output; the loss in the last chunk.
+        sums: its totals.
+        gradient: the gradient of the output, input of the backward graph.
+        input_gradient: the gradient of the input; None if it has none.
+        gradients: the gradients of the parameters: of the whole backward graph or the first half, then of the second.
     """
 
     def __init__(
-        self, runner: GraphedChunkRunner, way: _Way, batch: DeviceBatch, losses: StepLoss, capturer: GraphCapturer
+        self,
+        runner: GraphedChunkRunner,
+        variant: _Variant,
+        batch: DeviceBatch,
+        losses: StepLoss,
+        capturer: GraphCapturer,
     ) -> None:
-        chunk, is_halved = way
+        chunk, is_halved = variant
         chunks, memory = runner.chunks, capturer.new_memory()
-        self.inputs = static(batch)
+        self.inputs = static_copy(batch)
         takes_gradient = chunk > 0 and chunks.passes_gradient(chunk - 1)
         self.hidden: torch.Tensor | None = None
         if chunk > 0:
@@ -162,26 +170,26 @@ class _GraphSet:
         inputs = [self.hidden] if takes_gradient and self.hidden is not None else []
 
         def forward() -> tuple[torch.Tensor, torch.Tensor]:
-            own = losses.with_new_totals()
+            pass_losses = losses.with_new_totals()
             with torch.enable_grad():
-                return runner.compute(chunk, self.inputs, self.hidden, own, {}), own.totals.sums
+                return runner.compute(chunk, self.inputs, self.hidden, pass_losses, {}), pass_losses.totals.sums
 
         self.forward, (output, self.sums) = capturer.capture(forward, memory)
         self.output = output.detach()
         self.gradient = torch.zeros_like(self.output)
-        queue = runner.graph_queue(chunk)
+        queue = runner.weight_queue(chunk)
 
         def backward() -> tuple[list[torch.Tensor | None], list[Any]]:
             if is_halved:
                 queue.open()
             try:
-                found = torch.autograd.grad(output, [*inputs, *parameters], self.gradient, allow_unused=True)
+                gradients = torch.autograd.grad(output, [*inputs, *parameters], self.gradient, allow_unused=True)
             finally:
-                later = queue.close() if is_halved else []
-            shaped = [match_layout(*pair) for pair in zip(parameters, found[len(inputs) :], strict=True)]
-            return [found[0] if inputs else None, *shaped], later
+                deferred = queue.close() if is_halved else []
+            matched = [match_layout(*pair) for pair in zip(parameters, gradients[len(inputs) :], strict=True)]
+            return [gradients[0] if inputs else None, *matched], deferred
 
-        self.backward, ((self.of_input, *first), works) = capturer.capture(backward, memory)
+        self.backward, ((self.input_gradient, *first), works) = capturer.capture(backward, memory)
         self.gradients = [list(zip(parameters, first, strict=True))]
         self.weights: CapturedWork | None = None
         if is_halved:
@@ -189,7 +197,7 @@ class _GraphSet:
             self.gradients.append(second)
 
     def run_forward(self, batch: DeviceBatch, hidden: torch.Tensor | None, losses: StepLoss) -> torch.Tensor:
-        """The output of a micro-batch, whose totals are added to those of the step."""
+        """Returns the output of a micro-batch, and adds its totals to the step's."""
         fill(self.inputs, batch)
         if self.hidden is not None and hidden is not None:
             with torch.no_grad():
@@ -206,7 +214,7 @@ class _GraphSet:
 
 
 def _done(works: list[Any], parameters: Sequence[nn.Parameter]) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-    """The gradients that works add to `.grad`, which is left as it was."""
+    """Runs deferred work and returns the gradients that it adds to `.grad`, which is restored."""
     before = [each.grad for each in parameters]
     for each in parameters:
         each.grad = None
@@ -220,28 +228,28 @@ def _done(works: list[Any], parameters: Sequence[nn.Parameter]) -> list[tuple[nn
 
 
 class _GraphPass(ChunkPass):
-    """A pass that graphs make; its set is free again when it is over."""
+    """A pass by graphs, which returns its set to the free ones."""
 
-    def __init__(self, graphs: _GraphSet, free: list[_GraphSet], *, adds_up: bool) -> None:
-        self._graphs, self._free, self._adds_up = graphs, free, adds_up
+    def __init__(self, graphs: _GraphSet, free: list[_GraphSet], *, accumulates: bool) -> None:
+        self._graphs, self._free, self._accumulates = graphs, free, accumulates
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        of_input = self.backward_of_input(gradient)
+        input_gradient = self.backward_of_input(gradient)
         self._free.append(self._graphs)
-        return of_input
+        return input_gradient
 
     def backward_of_input(self, gradient: torch.Tensor) -> torch.Tensor | None:
         graphs = self._graphs
         graphs.gradient.copy_(gradient)
         graphs.backward.replay()
-        give_gradients(graphs.gradients[0], adds_up=self._adds_up)
-        return None if graphs.of_input is None else graphs.of_input.clone()
+        set_gradients(graphs.gradients[0], accumulates=self._accumulates)
+        return None if graphs.input_gradient is None else graphs.input_gradient.clone()
 
     def backward_of_weights(self) -> None:
         graphs = self._graphs
         if graphs.weights is not None:
             graphs.weights.replay()
-            give_gradients(graphs.gradients[1], adds_up=self._adds_up)
+            set_gradients(graphs.gradients[1], accumulates=self._accumulates)
         self._free.append(graphs)
 
 

@@ -1,7 +1,7 @@
 """The pass of a micro-batch through a chunk of layers: forward, and backward as a whole or in two halves.
 
-Nothing here knows of schedules or messages. Whatever else runs chunks, such as recorded kernels, takes the place of
-`ChunkRunner.forward` and returns an output with what has the methods of a `ChunkPass`.
+Independent of schedules and messages. Subclasses of `ChunkRunner` and `ChunkPass` run chunks in other ways, such as
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, Work
 
 
 class ChunkPass:
-    """What a forward pass has left for the backward pass; of the methods the first alone is called, or the other two in
-    turn.
+    """The backward pass of a forward pass: either `backward`, or `backward_of_input` and then `backward_of_weights`.
 
-    Gradients of parameters are added to their `.grad`. The output itself is not kept: whoever has sent it frees it.
+    Adds the gradients of parameters to their `.grad`. Does not keep the output, which is freed once it has been sent.
 
-    Shapes: gradients as hidden states; that of the loss `[]`.
+    Shapes: gradients as hidden states, or `[]` for the loss.
 
     Args:
-        hidden: the input; None for the micro-batch's own.
-        output: as autograd knows it.
-        queue: of the chunk's layers.
+        hidden: the input; None for the inputs of the micro-batch.
+        output: the output, with its autograd graph.
+        queue: the queue of the chunk's layers.
     """
 
     def __init__(self, hidden: torch.Tensor | None, output: torch.Tensor, queue: WeightGradientQueue) -> None:
@@ -40,22 +39,22 @@ class ChunkPass:
         self._work: deque[Work] = deque()
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Computes all gradients from that of the output; returns that of the input, None if it has none."""
+        """Computes all gradients from the output's; returns the gradient of the input, None if it has none."""
         hidden, root = self._hidden, self._root
         del self._hidden, self._root  # autograd frees activations while it runs
         torch.autograd.backward((root,), (gradient,))
         return None if hidden is None else hidden.grad
 
     def backward_of_input(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """As `backward`, but puts off the gradients of matrices."""
+        """As `backward`, but defers the gradients of matrices."""
         self._queue.open()
-        of_input = self.backward(gradient)
+        input_gradient = self.backward(gradient)
         self._work = deque(self._queue.close())
-        return of_input
+        return input_gradient
 
     def backward_of_weights(self) -> None:
         while self._work:
-            self._work.popleft()()  # and frees the activations that it was made of
+            self._work.popleft()()  # frees its activations
 
 
 class ChunkRunner:
@@ -64,7 +63,7 @@ class ChunkRunner:
     Args:
         stack: the layers of the rank.
         chunks: their division into chunks.
-        splits_backward: whether backward passes may be asked for in two halves.
+        splits_backward: the schedule may split backward passes in two halves.
     """
 
     def __init__(self, stack: LayerStack, chunks: Chunks, *, splits_backward: bool = False) -> None:
@@ -72,16 +71,16 @@ class ChunkRunner:
         layers = [layer for _, layer in stack.named_layers()]
         self._parameters: dict[int, list[nn.Parameter]] = {}
         self._queues: dict[int, WeightGradientQueue] = {}
-        for chunk, places in chunks.layers.items():
-            own = nn.ModuleList([layers[place] for place in places])
-            self._parameters[chunk] = [parameter for parameter in own.parameters() if parameter.requires_grad]
+        for chunk, indices in chunks.layers.items():
+            chunk_layers = nn.ModuleList([layers[index] for index in indices])
+            self._parameters[chunk] = [parameter for parameter in chunk_layers.parameters() if parameter.requires_grad]
             self._queues[chunk] = WeightGradientQueue()
-            for module in own.modules() if splits_backward else ():
+            for module in chunk_layers.modules() if splits_backward else ():
                 if hasattr(module, "queue"):
                     module.queue = self._queues[chunk]  # type: ignore[assignment]
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Announces the actions of a step before the first of them; nothing is on its way between ranks."""
+        """Announces the actions of a step before the first of them, while no message is in transit."""
 
     def forward(
         self,
@@ -89,23 +88,25 @@ class ChunkRunner:
         batch: DeviceBatch,
         hidden: torch.Tensor | None,
         losses: StepLoss,
-        given: Mapping[str, torch.Tensor],
+        extra_targets: Mapping[str, torch.Tensor],
         *,
         trains: bool,
     ) -> tuple[torch.Tensor, ChunkPass | None]:
-        """A forward pass, in the last chunk with the loss: its output, without what autograd knows of it, and what the
-        backward pass needs; nothing where none follows.
+        """Runs a forward pass, with the loss in the last chunk.
 
         Args:
-            hidden: the output of the chunk before; None for the first one.
-            given: what the objective is given besides the targets of the micro-batch.
-            trains: whether a backward pass follows.
+            hidden: the output of the previous chunk; None for the first one.
+            extra_targets: further targets of the objective, by name.
+            trains: a backward pass follows.
+
+        Returns:
+            The detached output, and the backward pass if one follows.
         """
         takes_gradient = trains and self.chunks.passes_gradient(chunk - 1)
         if hidden is not None:
             hidden.requires_grad_(takes_gradient)
         with torch.set_grad_enabled(trains):
-            output = self.compute(chunk, batch, hidden, losses, given)
+            output = self.compute(chunk, batch, hidden, losses, extra_targets)
         passed = ChunkPass(hidden if takes_gradient else None, output, self._queues[chunk]) if trains else None
         return output.detach(), passed
 
@@ -115,14 +116,16 @@ class ChunkRunner:
         batch: DeviceBatch,
         hidden: torch.Tensor | None,
         losses: StepLoss,
-        given: Mapping[str, torch.Tensor],
+        extra_targets: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
-        """The output of a chunk, as autograd knows it; see `forward`."""
+        """Computes the output of a chunk with its autograd graph; see `forward`."""
         context = losses.context_of(batch)
         output = self.stack(batch.network_input if hidden is None else hidden, context, self.chunks.layers[chunk])
-        losses.take_auxiliary(context.auxiliary)
-        return losses.of(output, batch.targets, given=given) if self.chunks.is_last(chunk) else output
+        losses.add_auxiliary(context.auxiliary)
+        if self.chunks.is_last(chunk):
+            return losses.loss(output, batch.targets, extra_targets=extra_targets)
+        return output
 
     def after_backward(self, chunk: int) -> list[nn.Parameter]:
-        """The parameters that a backward pass, or a half of it, may have left gradients of."""
+        """The parameters that may have gradients after a backward pass or half of one."""
         return self._parameters[chunk]

@@ -1,4 +1,4 @@
-"""The layers of a network that a pipeline rank holds: its chunks."""
+"""The chunks of a pipeline rank."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class Chunks:
     """The chunks of one rank, whose layers are in one `LayerStack`, in the order of the network.
 
     Attributes:
-        count: chunks of the whole network.
+        count: number of chunks of the whole network.
         specs: this rank's layers.
-        layers: the places of each chunk's layers among them.
-        first_trained: the first chunk of the network that has a trained parameter: those before it need no backward
-            pass.
+        layers: the indices of each chunk's layers in `specs`.
+        first_trained: the first chunk of the network with a trained parameter; earlier ones need no backward pass.
     """
 
     count: int
@@ -53,9 +52,9 @@ class Chunks:
         specs: list[LayerSpec] = []
         layers: dict[int, range] = {}
         for chunk in placement.chunks_of(rank):
-            begin = len(specs)
+            start = len(specs)
             specs += network[bounds[chunk] : bounds[chunk + 1]]
-            layers[chunk] = range(begin, len(specs))
+            layers[chunk] = range(start, len(specs))
         first_trained = 0
         while frozen and first_trained < placement.chunks - 1:
             if frozen.issuperset(parameter_names(network[bounds[first_trained] : bounds[first_trained + 1]])):
@@ -70,15 +69,15 @@ class Chunks:
 
     @property
     def has_last(self) -> bool:
-        """Whether it ends here, so that this rank sees the loss."""
+        """True if this rank has the last chunk and computes the loss."""
         return self.count - 1 in self.layers
 
     def is_last(self, chunk: int) -> bool:
-        """Whether the network ends with this chunk."""
+        """Returns True for the last chunk of the network."""
         return chunk == self.count - 1
 
     def passes_gradient(self, chunk: int) -> bool:
-        """Whether the gradient of a chunk's output is needed; there is no chunk -1."""
+        """Returns True if the gradient of a chunk's output is needed; False for chunk -1."""
         return chunk >= self.first_trained
 
 
@@ -92,12 +91,12 @@ def stage_bounds(
 ) -> list[int]:
     """The boundaries of the chunks in the list of layers: chunk `i` runs `specs[bounds[i]:bounds[i + 1]]`.
 
-    Boundaries lie between blocks. Layers before the first block belong to the first chunk, layers after the last block
-    to the last. Layers cost their operations; in a network that does not name them, blocks cost their parameters.
+    Boundaries are between blocks. Layers before the first block belong to the first chunk, layers after the last block
+    to the last. The cost of a layer is its FLOPs; if the network does not state them, blocks cost their parameters.
 
     Args:
-        work: what layers compute for a token.
-        may_be_empty: whether chunks may go without a block if there are too few: those after the first ones.
+        work: the computation per token.
+        may_be_empty: if there are fewer blocks than chunks, the last chunks get none.
 
     Raises:
         ConfigError: there are fewer blocks than chunks.

@@ -1,7 +1,6 @@
-"""The passes of a global batch through DeepSpeed's pipeline engine.
+"""The passes of a global batch through DeepSpeed's pipeline engine, which supports 1F1B with one stage per rank.
 
-It knows 1F1B with one stage a rank. Between its stages only tensors are exchanged: only here is a `StepContext` turned
-into tensors and back.
+Its stages exchange tensors only, so a `StepContext` is converted to tensors and back here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.model.interface.network import LayerKind, LayerStack
 from megatron.objective.base import Outputs
 from megatron.parallel.mesh import ParallelMesh
 
-# What each instruction of a pipeline schedule does.
+# The phase of each instruction of DeepSpeed's schedule.
 _PHASES = {
     schedule.LoadMicroBatch: "forward",
     schedule.ForwardPass: "forward",
@@ -52,7 +51,7 @@ class StageModule(BuiltStage):
         stack: the layers of this stage.
 
     Attributes:
-        losses: of the global batch that passes through.
+        losses: of the current global batch.
     """
 
     losses: StepLoss
@@ -64,22 +63,22 @@ class StageModule(BuiltStage):
     def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | torch.Tensor:
         """Runs the stage on the output of the data loader or of the previous stage."""
         settings = self.losses.settings
-        own, passed = inputs[: -settings.tensor_count], inputs[-settings.tensor_count :]
+        layer_inputs, passed = inputs[: -settings.tensor_count], inputs[-settings.tensor_count :]
         context = settings.context_of(passed, backward_scale=self.losses.backward_scale)
-        hidden = self.stack(own[0] if len(own) == 1 else own, context)
-        self.losses.take_auxiliary(context.auxiliary)
+        hidden = self.stack(layer_inputs[0] if len(layer_inputs) == 1 else layer_inputs, context)
+        self.losses.add_auxiliary(context.auxiliary)
         if self.stack.has(LayerKind.HEAD):
             return hidden
         if torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # all before it is frozen, and the engine runs a backward pass from it
+            hidden.requires_grad_()  # the engine runs a backward pass even if all earlier layers are frozen
         return hidden, *context.tensors
 
     def _loss(self, outputs: Outputs, targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return self.losses.of(outputs, targets)
+        return self.losses.loss(outputs, targets)
 
 
 class DeepSpeedPasses(Passes[OwningView]):
-    """Has DeepSpeed's pipeline engine run the passes of a global batch, and call what adds gradients up here.
+    """Runs the passes of a global batch in DeepSpeed's pipeline engine, with gradient reduction by a view.
 
     Args:
         stack: the layers of this stage.
@@ -94,7 +93,7 @@ class DeepSpeedPasses(Passes[OwningView]):
     def connect(
         self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
     ) -> None:
-        """Has the engine add up and reduce by a view, and sum partial gradients in every backward pass."""
+        """Connects the engine to the view, and sums partial gradients in every backward pass."""
         sum_in_backward(partial)
         super().connect(deepspeed, view, (), tied, enter)
         reduce_in(deepspeed, view)
@@ -116,7 +115,7 @@ class DeepSpeedPasses(Passes[OwningView]):
     def _begin(
         self, batches: Sequence[DeviceBatch], losses: StepLoss
     ) -> Iterator[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]]:
-        """Micro-batches in the form that the engine expects; its buffers are for one shape."""
+        """The micro-batches in the engine's format; resets its buffers if their shape has changed."""
         self.module.losses = losses
         shape = losses.settings.hidden_shape(*batches[0].shape)
         if self._shape not in (None, shape):

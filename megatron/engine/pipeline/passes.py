@@ -1,4 +1,4 @@
-"""How a network is divided over the ranks of a pipeline, and the passes of a global batch through one of our own."""
+"""Settings of pipeline parallelism, and the passes of a global batch through the executor."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from megatron.parallel.schedule.schedule_files import read_orders
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """How a network is divided over the ranks of a pipeline, and in which order these work.
+    """The division of a network over the ranks of a pipeline, and its schedule.
 
     Attributes:
         schedule: its name, see `build_schedule`.
-        chunks_per_rank: parts of the network on each rank.
-        by_deepspeed: whether DeepSpeed's pipeline engine runs it instead, in the order of 1F1B.
-        division: how blocks are divided over all those parts.
-        work: what layers compute for a token.
+        chunks_per_rank: number of chunks on each rank.
+        by_deepspeed: DeepSpeed's pipeline engine runs 1F1B instead.
+        division: the division of blocks over chunks.
+        work: the computation per token.
     """
 
     schedule: str = "1f1b"
@@ -48,14 +48,14 @@ class PipelineSettings:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes the gradients of weights apart from those of inputs."""
+        """True if the schedule computes weight gradients separately from input gradients."""
         if is_schedule_file(self.schedule):
             _, _, orders = read_orders(self.schedule)
             return any(kind is Kind.WEIGHT_BACKWARD for order in orders for kind, _, _ in order)
         return self.schedule in SPLIT_SCHEDULES
 
     def placement(self, ranks: int) -> Placement:
-        """Which rank holds which chunk.
+        """The placement of chunks.
 
         Raises:
             ConfigError: as `build_schedule`.
@@ -68,7 +68,7 @@ class PipelineSettings:
         """The chunks of this rank.
 
         Args:
-            axis: the pipeline.
+            axis: the ranks of the pipeline.
             frozen: global names of the parameters that are not trained.
 
         Raises:
@@ -78,7 +78,7 @@ class PipelineSettings:
         return Chunks.of(network, placement, axis.rank, frozen, division=self.division, work=self.work)
 
     def passes(self, stack: LayerStack, chunks: Chunks, mesh: ParallelMesh, zero_stage: int) -> Passes[Any]:
-        """What passes micro-batches through the layers of a rank."""
+        """Builds the object that runs micro-batches through the layers of a rank."""
         if self.by_deepspeed and mesh.pp.size > 1:
             return DeepSpeedPasses(stack, mesh)
         if zero_stage == 3:
@@ -90,13 +90,13 @@ ONE_FORWARD_ONE_BACKWARD = PipelineSettings()
 
 
 class PipelinePasses(Passes[OwningView]):
-    """Has the executor run the programs of a schedule.
+    """Runs the programs of a schedule in the executor.
 
     Args:
         stack: the layers of this rank.
         chunks: their division into chunks.
-        settings: which schedule.
-        mesh: its pipeline, and all ranks.
+        settings: the schedule.
+        mesh: the mesh.
     """
 
     def __init__(self, stack: LayerStack, chunks: Chunks, settings: PipelineSettings, mesh: ParallelMesh) -> None:
@@ -112,11 +112,10 @@ class PipelinePasses(Passes[OwningView]):
         self.executor = Executor(runner, self._mesh.pp, self._mesh.world, view.accumulate, enter)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        adds_up = self._view.is_direct
-        self.executor.runner = GraphedChunkRunner(self.executor.runner, capturer, adds_up=adds_up)
+        self.executor.runner = GraphedChunkRunner(self.executor.runner, capturer, accumulates=self._view.is_direct)
 
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
-        """Runs the programs, sums the gradients of replicas and of tied weights, and updates."""
+        """Runs this rank's program, reduces the gradients, and updates."""
         axis, settings = self._mesh.pp, self._settings
         schedule = build_schedule(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
         self.executor.run(schedule.actions[axis.rank], batches, losses, trains=True)

@@ -57,7 +57,7 @@ class EngineLimits:
         block_tokens: tokens of a block of the cache.
         whole_prompts: compute each prompt in one step, because its tokens attend to each other in both directions.
         short_context: length beyond which all tokens of a text are rotated differently, so that its cache is rebuilt;
-            None if there is none.
+            None for none.
     """
 
     sequences: int

@@ -85,7 +85,7 @@ def choose(scores: torch.Tensor, choosers: Sequence[Chooser]) -> list[TokenChoic
         ConfigError: a logit bias for a token outside of the vocabulary.
     """
     scores = scores.to("cpu", torch.float32)
-    highest, tokens = scores.max(dim=-1)  # NaN if there is any
+    highest, tokens = scores.max(dim=-1)  # NaN if any score is
     _check_finite(highest, choosers)
     normalizers = scores.logsumexp(dim=-1)
     adjusted = adjust(scores, choosers)

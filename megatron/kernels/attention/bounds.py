@@ -48,7 +48,7 @@ def local_bias(
     key's weight is exp(-x), which is off by at most exp(-1)/512.
 
     Shapes: query `[b, a, s, d]`; prefix_mask `[b, keys]` bool; result `[1 or b, 1 or a, s, keys]`, in the query's
-    dtype, on a CPU at least float32 if there are slopes.
+    dtype, on a CPU at least float32 with slopes.
     """
     positions = torch.arange(keys, device=query.device)
     distance = positions[keys - query.shape[2] :].unsqueeze(1) - positions  # [s, k], distance back to the key

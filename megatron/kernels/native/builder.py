@@ -57,7 +57,7 @@ class BuildRequest:
         jobs: parallel compilers; None for one per core.
         seconds: time limit of the build.
         native: build for the CPU of this machine only, which is three times as fast.
-        sources: the folder csrc/ops; None for that of this checkout.
+        sources: the folder csrc/ops; None for this checkout.
     """
 
     folder: Path | None = None

@@ -141,7 +141,7 @@ def digest_of(path: Path) -> str:
 
 
 def digest_of_sources(sources: Path) -> str:
-    """SHA-256 of the source files in csrc/ops, in hexadecimal; empty if there are none."""
+    """SHA-256 of the source files in csrc/ops, in hexadecimal; empty if none."""
     files = sorted(path for path in sources.rglob("*") if path.suffix in (".cpp", ".cu", ".h"))
     digest = hashlib.sha256()
     for path in files:

@@ -93,7 +93,7 @@ class SelfAttention(DirectModule):
 
 
 def _joined(attended: torch.Tensor, gate: torch.Tensor | None, dimensions: int) -> torch.Tensor:
-    """Concatenates the outputs of the heads, multiplied by the sigmoid of the gate if there is one.
+    """Concatenates the outputs of the heads, multiplied by the sigmoid of the gate, if any.
 
     Shapes: attended `[b, a/t, s, d]`, gate `[b, s, a/t, d]`; result `[b, s, a/t * d]`, or in two dimensions
         `[b * s, a/t * d]`.

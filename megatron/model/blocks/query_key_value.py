@@ -67,7 +67,7 @@ class QueryKeyValue(ColumnParallelLinear):
         self, hidden: torch.Tensor, batch: int, splits_sequence: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The queries of this rank's heads, the keys and values of its groups (of all groups if they are not split),
-        and the gates, if there are any.
+        and the gates, if any.
 
         Shapes: `[b, s, h]` or `[b * s, h]` to `[b, s, a/t, d]`, two of `[b, s, g/t or g, d]`, and `[b, s, a/t, d]`.
 
@@ -136,7 +136,7 @@ class QueryKeyValue(ColumnParallelLinear):
 
 
 class FusedHeads:
-    """Queries, keys and values of one fused projection, with rotary positions applied; gates, if there are any.
+    """Queries, keys and values of one fused projection, with rotary positions applied; gates, if any.
 
     Compiled operations split and rotate the projection's output in one pass; without rotary positions they fuse the
     gradients of queries, keys, values and bias.

@@ -24,7 +24,7 @@ Shared = TypeVar("Shared")
 
 _ALONE = Axis.single("tp")
 
-# The optional tensors of a context, in the order in which they are passed from stage to stage.
+# The optional tensors of a context, in the order of passing from stage to stage.
 OPTIONAL_TENSORS = ("segment_ids", "prefix_mask", "token_types", "predicted", "tokens")
 
 # The tensors of whole samples, even if ranks share the samples, since attention reads them.

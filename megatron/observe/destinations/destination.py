@@ -1,8 +1,7 @@
-"""What a destination of metrics is; a `Safeguard` keeps its failure from ending the run, and says what it lacks.
+"""The protocol of metrics destinations, and `Safeguard`, which keeps their failures from ending the run.
 
-What only records may fail: on a full disk, training continues and saves. A file that takes each record at once is tried
-again at every record; a destination that writes in the background is off after its first failure, until the run is
-started again.
+On a full disk, training continues. Writing to an unbuffered file is retried with every record; a buffered destination
+is disabled after its first failure, until the run is restarted.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from megatron.checkpoint.record import Progress
 from megatron.objective.metric import StepMetrics
 from megatron.observe.metrics import TaskOutcome
 
-_UNFLUSHED = ("step", "passed")
+_UNFLUSHED = ("step", "skipped_batch")
 
 
 class Destination(Protocol):
     """A destination of metrics besides the console.
 
     Attributes:
-        name: what a warning calls it: its file, or service and project.
-        is_buffered: whether steps are only handed over, and known to be written once `interval`, `evaluation` or
-            `task` has returned; after a failure such a destination is not used again.
+        name: its file, or service and project, for warnings.
+        is_buffered: steps are certainly written only once `interval`, `evaluation` or `task` has returned; such a
+            destination is not used again after a failure.
     """
 
     name: str
@@ -45,8 +44,8 @@ class Destination(Protocol):
     def task(self, progress: Progress, task: TaskOutcome) -> None:
         """Called after a task of --eval-tasks was run."""
 
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        """Called after a batch was passed over."""
+    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        """Called after a batch was skipped."""
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
         """Called when a save has failed."""
@@ -56,26 +55,23 @@ class Destination(Protocol):
 
 
 class Safeguard:
-    """A destination whose failures are reported instead of raised.
-
-    Every outage is one warning, its end is another, and `close` says which steps are missing.
-    """
+    """A destination whose failures are warnings: when an outage starts, when it ends, and at the end of the run."""
 
     def __init__(self, destination: Destination) -> None:
         self.destination = destination
         self._is_off = False
-        self._failing: str | None = None  # the call that fails
+        self._failing: str | None = None  # the failing call
         self._step = 0
-        self._unsure: int | None = None  # first step that was handed over but may not be written yet
+        self._unsure: int | None = None  # first step that may not be written yet
         self._lost: tuple[int, int] | None = None
         self._reason = ""
 
     def record(self, call: str, step: int, write: Callable[[Destination], None]) -> None:
-        """Has the destination write a record.
+        """Writes a record.
 
         Args:
             call: the name of the method that `write` calls.
-            step: the step that the record is about.
+            step: the step of the record.
         """
         self._step = step
         if self._is_off:
@@ -89,24 +85,24 @@ class Safeguard:
         if self._failing == call and self._lost is not None:
             self._failing = None
             first, last = self._lost
-            log.warning(f"{self.destination.name} is written again; it lacks records of steps {first} to {last}.")
+            log.warning(f"{self.destination.name} works again; records of steps {first} to {last} are missing.")
 
     def close(self) -> None:
-        """Closes the destination, and warns of what it lacks."""
+        """Closes the destination, and warns of missing records."""
         if not self._is_off:
             self._attempt("close", lambda destination: destination.close())
         if self._lost is not None:
             first, last = self._lost
-            log.warning(f"{self.destination.name} lacks records of steps {first} to {last} ({self._reason}).")
+            log.warning(f"{self.destination.name}: records of steps {first} to {last} are missing ({self._reason}).")
 
     def _attempt(self, call: str, write: Callable[[Destination], None]) -> bool:
         try:
             write(self.destination)
-        except (Exception, SystemExit) as failure:  # a client library may raise anything, even this
+        except (Exception, SystemExit) as failure:  # client libraries may raise anything
             self._reason = _reason(failure)
             self._is_off = self.destination.is_buffered
             if self._failing is None:
-                outlook = "until it is started again" if self._is_off else "and tries again at every record"
+                outlook = "until it is restarted" if self._is_off else "and retries with every record"
                 log.warning(
                     f"{self.destination.name} cannot be written: {self._reason}. The run continues without it "
                     f"{outlook}."

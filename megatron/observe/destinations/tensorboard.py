@@ -26,8 +26,8 @@ class TensorBoard:
 
     Args:
         directory: folder of the events file (--tensorboard-dir).
-        config: which optional tags to write, how often, and how many events may be queued.
-        workload: provides the number of replicas, for rates per replica.
+        config: optional tags, interval, and queue size.
+        workload: for rates per replica.
         loss_tags: additional tags of the training and the validation loss.
 
     Raises:
@@ -53,11 +53,11 @@ class TensorBoard:
         except OSError as failure:
             reason = failure.strerror or failure
             raise StorageError(
-                f"--tensorboard-dir {directory} cannot be written: {reason}. Give a writable folder."
+                f"--tensorboard-dir {directory} cannot be written: {reason}. Use a writable folder."
             ) from failure
 
     def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        """Writes the arguments, and marks the restart: world size at the loaded iteration, 0 one later."""
+        """Writes the arguments, and marks the restart: world size at the loaded iteration, 0 at the next one."""
         for name, value in arguments.items():
             self._writer.add_text(name, str(value), global_step=progress.step)
         self._writer.add_scalar("iteration-time/world_size", self.workload.device_count, progress.step)
@@ -70,7 +70,7 @@ class TensorBoard:
             self._write(step_scalars(metrics, self.config, self.workload, self.loss_tags))
 
     def interval(self, metrics: StepMetrics) -> None:
-        """Flushes, so that a kill loses nothing that the console has shown."""
+        """Flushes, so that a kill loses nothing that was printed on the console."""
         self._writer.flush()
 
     def evaluation(self, progress: Progress, group: str, loss: float | None) -> None:
@@ -80,12 +80,11 @@ class TensorBoard:
         self._writer.flush()
 
     def task(self, progress: Progress, task: TaskOutcome) -> None:
-        """Writes the figures of a task of --eval-tasks."""
         for metric, value in task.figures.items():
             self._write(_on_axes(f"tasks/{task.name}/{metric}", value, progress, self.workload))
         self._writer.flush()
 
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
         self._write({"passed-batches": (number, batch["step"])})
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
@@ -100,7 +99,7 @@ class TensorBoard:
 
 
 def check_tensorboard(directory: str) -> None:
-    """Checks that TensorBoard is installed, without the second that importing it takes.
+    """Checks that TensorBoard is installed, without importing it, which takes a second.
 
     Raises:
         ConfigError: it is not.
@@ -111,7 +110,7 @@ def check_tensorboard(directory: str) -> None:
 
 def _missing(directory: str, what: str) -> ConfigError:
     return ConfigError(
-        f"--tensorboard-dir {directory} needs the package tensorboard, which {what}. Install it with: pip install "
+        f"--tensorboard-dir {directory} requires the package tensorboard, which {what}. Install it with: pip install "
         "tensorboard"
     )
 
@@ -167,7 +166,7 @@ def evaluation_scalars(
 
 
 def _on_axes(tag: str, value: float, progress: Progress, workload: Workload) -> dict[str, tuple[float, int]]:
-    """One value over every x axis that upstream uses for its tag."""
+    """A value over all x axes that upstream uses for its tag."""
     scalars = {tag: (value, progress.step), f"{tag} vs samples": (value, progress.consumed_samples)}
     if not tag.startswith("batch-size/"):
         scalars[f"{tag} vs tokens"] = (value, progress.consumed_tokens)

@@ -1,4 +1,4 @@
-"""How the lines of steps, evaluations and saves look: one style of --log-style per file, all pure functions.
+"""Formats of the lines of steps, evaluations and saves: one style of --log-style per file, all pure functions.
 
-A style is a module with the functions of `megatron.observe.console.LineStyle`.
+A style is a module that implements `megatron.observe.console.LineStyle`.
 """

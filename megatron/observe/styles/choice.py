@@ -18,7 +18,7 @@ _STYLES: Mapping[str, LineStyle] = types.MappingProxyType(
 
 
 def style_named(name: str, program: Program = NO_PROGRAM) -> LineStyle:
-    """The style of a value of --log-style, which the program may have brought."""
+    """The style for a value of --log-style, built-in or defined by the program."""
     if name in program.log_styles:
         style: LineStyle = program.log_styles[name]()
         return style

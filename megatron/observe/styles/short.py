@@ -1,6 +1,6 @@
-"""Lines that fit a terminal of 120 columns, for people who watch their first runs: `train_on_text.py` prefers them.
+"""Short lines that fit a terminal of 120 columns; the default of `train_on_text.py`.
 
-What a run does not have, and what is as it should be, is left out; metrics.jsonl has everything.
+Fields that a run does not have, or that are as usual, are omitted; metrics.jsonl has everything.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
 
 def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
     """The result of one evaluation."""
-    place = f"step {position.step}/{position.train_iterations}"
-    return [f"{place} | {group} loss {loss:.4f} | perplexity {perplexity(loss):.2f}"]
+    step = f"step {position.step}/{position.train_iterations}"
+    return [f"{step} | {group} loss {loss:.4f} | perplexity {perplexity(loss):.2f}"]

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which rank runs which part of which micro-batch next; generated, simulated and read.
+"""Pipeline schedules: generated, simulated and read from files.
 
-Pure Python: nothing here knows torch, processes or a network. `megatron/engine/pipeline/` executes the programs.
+Pure Python, without torch; `megatron/engine/pipeline/` executes the programs.
 """

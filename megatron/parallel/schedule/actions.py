@@ -1,4 +1,4 @@
-"""The vocabulary of pipeline schedules: what a rank does, where the chunks of the network are, and whole programs."""
+"""The data types of pipeline schedules: actions, the placement of chunks, and programs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from functools import cached_property
 
 
 class Kind(Enum):
-    """What an action does to its chunk and micro-batch.
+    """The kind of an action.
 
     A chunk's backward pass is one action, or two: the gradient of its input, which the previous chunk waits for, and
-    later the gradients of its weights, for which nobody waits. SEND_FORWARD sends the output of its chunk and
-    RECEIVE_FORWARD receives its input; SEND_BACKWARD sends the gradient of its input and RECEIVE_BACKWARD receives
-    that of its output.
+    later the gradients of its weights, which no chunk waits for. SEND_FORWARD sends the output of its chunk, and
+    RECEIVE_FORWARD receives its input; SEND_BACKWARD sends the gradient of its input, and RECEIVE_BACKWARD receives
+    the gradient of its output.
 
     Source: the two halves are from Qi et al., "Zero Bubble Pipeline Parallelism" (2023), section 2.
     """
@@ -29,12 +29,12 @@ class Kind(Enum):
 
     @property
     def is_message(self) -> bool:
-        """Whether it crosses ranks instead of computing."""
+        """True for messages, False for computations."""
         return len(self.value) == 2
 
     @property
     def is_of_backward(self) -> bool:
-        """Whether a pass without gradients leaves it out."""
+        """True for actions of the backward pass."""
         return self not in (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
 
 
@@ -43,7 +43,7 @@ class Action:
     """One step of a rank's program.
 
     Attributes:
-        chunk: the chunk's place in the whole network, from 0.
+        chunk: the chunk's index in the network, from 0.
         micro_batch: from 0.
         peer: the pipeline rank at the other end of a message; None for a computation.
     """
@@ -59,7 +59,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which pipeline rank holds which chunk of the network.
+    """The placement of chunks on pipeline ranks.
 
     Attributes:
         owners: the pipeline rank of each chunk, in the order of the network.
@@ -69,12 +69,12 @@ class Placement:
 
     @classmethod
     def loop(cls, ranks: int, chunks_per_rank: int) -> Placement:
-        """Chunks in the order of the ranks, again and again; with one chunk a rank, the plain pipeline."""
+        """Round-robin placement; with one chunk per rank, the plain pipeline."""
         return cls(tuple(range(ranks)) * chunks_per_rank)
 
     @classmethod
     def v_shape(cls, ranks: int) -> Placement:
-        """Two chunks a rank, there and back: the first rank holds the beginning and the end of the network."""
+        """Two chunks per rank in a V: the first rank holds the first and the last chunk."""
         return cls((*range(ranks), *reversed(range(ranks))))
 
     @property
@@ -105,9 +105,9 @@ Program = tuple[Action, ...]
 
 
 def without_backward_before(program: Program, chunk: int) -> Program:
-    """A program without the backward passes of the chunks before this one, and without the gradients they would need.
+    """Removes the backward passes of the chunks before `chunk` from a program, and the gradients sent to them.
 
-    Applied to the programs of all ranks, each message still has both its ends.
+    Must be applied to the programs of all ranks, so that sends and receives still match.
     """
 
     def stays(action: Action) -> bool:
@@ -121,16 +121,15 @@ def without_backward_before(program: Program, chunk: int) -> Program:
 class Schedule:
     """The programs of all pipeline ranks for one step.
 
-    Messages between two ranks have one order, the same in both programs, and the programs are consistent with one
-    order of all events: executed at any speed, with sends that are waited for or not, none of them blocks forever.
+    Free of deadlock at any speed, with blocking or non-blocking sends: all programs are consistent with one order of
+    events, and messages between two ranks have the same order in both programs.
 
     Attributes:
-        chunks_per_rank: the chunks that each rank holds.
+        chunks_per_rank: number of chunks on each rank.
         actions: a program for each pipeline rank, messages included.
-        bubble_ratio: the share of the ranks' time that is idle if a forward pass and each half of a backward pass take
-            equally long and messages take no time.
-        peak_alive: for each rank, the most forward passes whose activations it holds at once (of chunks, each the
-            `chunks_per_rank`-th part of the rank's layers).
+        bubble_ratio: the idle share of the ranks' time if a forward pass and each half of a backward pass take equally
+            long and messages take no time.
+        peak_alive: for each rank, the peak number of forward passes of chunks whose activations it holds.
     """
 
     name: str
@@ -144,24 +143,24 @@ class Schedule:
 
     @property
     def orders(self) -> tuple[tuple[tuple[Kind, int, int], ...], ...]:
-        """What each rank computes, without messages: kind, chunk and micro-batch."""
+        """The computations of each rank, without messages: kind, chunk and micro-batch."""
         return tuple(
             tuple((action.kind, action.chunk, action.micro_batch) for action in program if not action.kind.is_message)
             for program in self.actions
         )
 
     def forward_only(self) -> tuple[Program, ...]:
-        """The programs of a pass without gradients: the same ones, without what belongs to the backward pass."""
+        """The programs without actions of the backward pass."""
         return self._forward_only
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are computed apart from those of inputs."""
+        """True if weight gradients are computed separately from input gradients."""
         return any(action.kind is Kind.WEIGHT_BACKWARD for action in self.actions[0])
 
     @property
     def stages_alive(self) -> tuple[float, ...]:
-        """`peak_alive` in micro-batches of all the layers of a rank."""
+        """`peak_alive` in micro-batches of all of a rank's layers."""
         return tuple(round(alive / self.chunks_per_rank, 1) for alive in self.peak_alive)
 
     @cached_property

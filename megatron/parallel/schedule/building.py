@@ -1,4 +1,4 @@
-"""The schedules that have a name, and how one is built."""
+"""Named schedules, and their construction."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.parallel.schedule.simulation import Computation, Orders, bubble_ra
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """What distinguishes a schedule from the others.
+    """The definition of a named schedule.
 
     Attributes:
-        is_v_shaped: whether chunks go there and back over the ranks, so that the first rank has the last chunk.
-        limit: the most chunk activations that a rank may hold, from the rank, the ranks and the chunks of each; None
-            for the schedules with a fixed order.
+        is_v_shaped: chunks are placed in a V, so that the first rank has the last chunk.
+        limit: the maximum number of chunk activations on a rank, from the rank, the number of ranks and the chunks of
+            each; None for schedules with a fixed order.
     """
 
     is_v_shaped: bool = False
@@ -35,9 +35,9 @@ def _interleaved_limit(rank: int, ranks: int, chunks: int) -> int:
     return 2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1
 
 
-# Limits: ZB-H1 holds what the first rank of 1F1B holds, on every rank; ZBV as much, in chunks of half the size; V-half
-# one more than half of that; V-shaped 1F1B half as much again as ZBV, with fewer its idle share hardly shrinks with the
-# number of micro-batches.
+# Limits: ZB-H1 holds on every rank as much as the first rank of 1F1B; ZBV the same, in chunks of half the size; V-half
+# half of that plus one; V-shaped 1F1B 1.5 times as much as ZBV: with less, its idle share hardly falls with the number
+# of micro-batches.
 # Source: Qi et al., "Zero Bubble Pipeline Parallelism" (2023) for ZB-H1, "Pipeline Parallelism with Controllable
 # Memory" (2024) for the V shapes.
 SCHEDULES = {
@@ -53,25 +53,25 @@ SCHEDULES = {
 
 @lru_cache(maxsize=32)
 def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> Schedule:
-    """Builds a schedule; the same arguments give the same object.
+    """Builds a schedule, or returns it from a cache.
 
     Args:
-        name: of `SCHEDULES`, or a file (`schedule_files.py`), which has to have all the other arguments.
+        name: of `SCHEDULES`, or a file (`schedule_files.py`), which must match the other arguments.
 
     Raises:
-        ConfigError: there is no schedule of this name, or not with these ranks, chunks or micro-batches, or the file
-            is wrong, or its computations wait for each other.
+        ConfigError: the name is unknown, the schedule does not support these ranks, chunks or micro-batches, or the
+            file is invalid or deadlocks.
     """
     if is_schedule_file(name):
         return _schedule_of_file(name, ranks, chunks_per_rank, micro_batches)
     named = SCHEDULES.get(name)
     if named is None:
-        raise ConfigError(f"There is no pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}, or FILE.csv.")
+        raise ConfigError(f"Unknown pipeline schedule {name!r}. Use one of {', '.join(SCHEDULES)}, or FILE.csv.")
     fewest, most = SCHEDULE_CHUNKS[name]
     if chunks_per_rank < fewest or (most is not None and chunks_per_rank > most):
         nearest = fewest if chunks_per_rank < fewest else most
         chunks = _count(chunks_per_rank, "chunk")
-        raise ConfigError(f"The pipeline schedule {name} does not take {chunks} a rank. Use {nearest}.")
+        raise ConfigError(f"The pipeline schedule {name} does not support {chunks} per rank. Use {nearest}.")
     greedy = _greedy(name, ranks, chunks_per_rank, micro_batches)
     orders = fixed_orders(ranks, chunks_per_rank, micro_batches) if greedy is None else greedy.orders()
     return schedule_of(name, named.placement(ranks, chunks_per_rank), micro_batches, orders)
@@ -79,12 +79,12 @@ def build_schedule(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
 
 @dataclass(frozen=True)
 class ScheduleCosts:
-    """What a schedule costs.
+    """The costs of a schedule.
 
     Attributes:
-        idle: the share of the ranks' time in which they compute nothing, see `Schedule.bubble_ratio`.
-        peak_alive: for each rank, the most forward passes of chunks whose activations it holds.
-        placement: which rank has which chunk.
+        idle: see `Schedule.bubble_ratio`.
+        peak_alive: see `Schedule.peak_alive`.
+        placement: of the chunks.
     """
 
     idle: float
@@ -94,9 +94,9 @@ class ScheduleCosts:
 
 @lru_cache(maxsize=4096)
 def schedule_costs(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> ScheduleCosts:
-    """What `build_schedule` would say of a schedule, without its programs, which take many times as long to build.
+    """The costs of a schedule without its programs, which take many times as long to build.
 
-    1F1B has a formula, and interleaved too where its ranks divide the micro-batches.
+    1F1B has a closed form, and so has interleaved if the number of micro-batches is a multiple of the ranks.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
     section 2.2.
@@ -115,7 +115,7 @@ def schedule_costs(name: str, ranks: int, chunks_per_rank: int, micro_batches: i
 
 
 def _greedy(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> GreedySchedule | None:
-    """The run of a schedule whose ranks choose what they compute; None of one that has a fixed order, or a file."""
+    """The greedy schedule of this name; None for schedules with a fixed order and for files."""
     named = SCHEDULES.get(name)
     if named is None or named.limit is None:
         return None
@@ -128,10 +128,10 @@ def _greedy(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> 
 def idle_share(
     name: str, ranks: int, chunks_per_rank: int, micro_batches: int, chunk_costs: tuple[float, ...] = ()
 ) -> float:
-    """`bubble_ratio` of a schedule whose chunks take as long as they cost, in any unit; empty for equally long.
+    """`bubble_ratio` of a schedule with costs of chunks in any unit; empty for equal costs.
 
     Raises:
-        ConfigError: as of `build_schedule`.
+        ConfigError: as `build_schedule`.
     """
     schedule = build_schedule(name, ranks, chunks_per_rank, micro_batches)
     if len(set(chunk_costs)) < 2:
@@ -141,10 +141,10 @@ def idle_share(
 
 @lru_cache(maxsize=32)
 def forward_programs(name: str, ranks: int, chunks_per_rank: int, micro_batches: int) -> tuple[Program, ...]:
-    """The programs of a pass without gradients, for any number of micro-batches, whatever a file has.
+    """The programs of forward passes only, for any number of micro-batches, even if a file has another number.
 
     Raises:
-        ConfigError: as of `build_schedule`.
+        ConfigError: as `build_schedule`.
     """
     if not is_schedule_file(name):
         return build_schedule(name, ranks, chunks_per_rank, micro_batches).forward_only()
@@ -162,7 +162,7 @@ def _schedule_of_file(path: str, ranks: int, chunks_per_rank: int, micro_batches
     chunks = len(placement.chunks_of(0))
     misfits = {
         f"{_count(placement.ranks, 'rank')} (--pipeline-model-parallel-size {ranks})": placement.ranks != ranks,
-        f"{_count(chunks, 'chunk')} a rank (--virtual-pipeline-model-parallel-size {chunks_per_rank})": (
+        f"{_count(chunks, 'chunk')} per rank (--virtual-pipeline-model-parallel-size {chunks_per_rank})": (
             chunks != chunks_per_rank
         ),
         f"{_count(batches, 'micro-batch', 'es')} (a step has {micro_batches}: --global-batch-size)": (
@@ -185,19 +185,19 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def schedule_of(name: str, placement: Placement, micro_batches: int, orders: Orders) -> Schedule:
-    """The schedule with these computations, with its messages and figures.
+    """Builds the schedule of given computations: adds messages and costs.
 
     Raises:
-        ConfigError: computations wait for each other.
+        ConfigError: the computations deadlock.
     """
-    spans = simulate(orders, placement)
+    timeline = simulate(orders, placement)
     return Schedule(
         name=name,
         ranks=placement.ranks,
         chunks_per_rank=len(placement.chunks_of(0)),
         micro_batches=micro_batches,
         placement=placement,
-        actions=with_messages(spans, placement),
-        bubble_ratio=bubble_ratio(spans, placement.ranks),
+        actions=with_messages(timeline, placement),
+        bubble_ratio=bubble_ratio(timeline, placement.ranks),
         peak_alive=peak_alive(orders),
     )

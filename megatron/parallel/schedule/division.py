@@ -14,12 +14,12 @@ from megatron.parallel.schedule.actions import Placement
 
 @dataclass(frozen=True)
 class Division:
-    """What decides how many blocks a chunk holds.
+    """The rule for dividing blocks over chunks.
 
     Attributes:
-        by_cost: whether layers weigh what they cost; else each block weighs as much as any other.
-        first, last: what the layers before the first block and after the last one weigh, in blocks of equal weight.
-        first_blocks, last_blocks: how many blocks the first and the last pipeline rank hold, where that is given.
+        by_cost: layers are weighted by their cost; otherwise all blocks have equal weight.
+        first, last: weights of the layers before the first block and after the last one, in blocks, unless `by_cost`.
+        first_blocks, last_blocks: requested number of blocks on the first and the last pipeline rank.
     """
 
     by_cost: bool = True
@@ -30,26 +30,26 @@ class Division:
 
     @classmethod
     def of(cls, parallel: ParallelRequest) -> Division:
-        """What the flags ask for: by cost, unless one of them counts blocks.
+        """The division set by the flags: by cost, unless one of them counts blocks.
 
         Source: NVIDIA/Megatron-LM, megatron/core/transformer/transformer_block.py (`get_num_layers_to_build`);
         DeepSpeed, runtime/pipe/module.py (`type:REGEX` counts layers by name).
         """
         first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
-        given = (parallel.pp_partition_method, parallel.num_layers_per_virtual_pipeline_stage, first, last)
-        by_cost = not any(parallel.counted_ends) and all(value is None for value in given)
+        counting_flags = (parallel.pp_partition_method, parallel.num_layers_per_virtual_pipeline_stage, first, last)
+        by_cost = not any(parallel.counted_ends) and all(value is None for value in counting_flags)
         return cls(by_cost, *parallel.counted_ends, first, last)
 
     def counts(self, blocks: Sequence[int], ends: tuple[int, int], placement: Placement) -> list[int]:
-        """How many consecutive blocks each chunk holds, at least one.
+        """The number of consecutive blocks in each chunk, at least one.
 
-        The most expensive rank costs as little as possible, and then the most expensive chunk: exactly so with blocks
-        of equal cost, for the rank also with one chunk on each, else nearly. Equal numbers of blocks that are as good
-        stay.
+        Minimizes the cost of the most expensive rank, then of the most expensive chunk. Exact for blocks of equal cost,
+        and for the rank also with one chunk per rank; a heuristic otherwise. Ties are resolved in favor of equal
+        numbers of blocks.
 
         Args:
-            blocks: what each block costs.
-            ends: what the layers before the first block and after the last one cost.
+            blocks: the cost of each block.
+            ends: the costs of the layers before the first block and after the last one.
 
         Raises:
             ConfigError: there are fewer blocks than chunks.
@@ -70,24 +70,24 @@ class Division:
         return min(even, balanced, key=lambda counts: [max(each) for each in _costs_of(costs, counts, owners)])
 
     def fits(self, blocks: int, placement: Placement) -> bool:
-        """Whether every chunk gets a block and every block a chunk."""
+        """Returns True if every chunk gets a block and every block a chunk."""
         if self.first_blocks is None and self.last_blocks is None:
             return blocks >= placement.chunks
         counts = self._evenly(blocks, placement)
         return sum(counts) == blocks and min(counts) > 0
 
     def _evenly(self, blocks: int, placement: Placement) -> list[int]:
-        """Equal numbers of blocks, but for what is given, and what the ends count as."""
+        """Equal numbers of blocks, except for requested ones, counting the ends by their weights."""
         counts = [0] * placement.chunks
         for rank, number in ((0, self.first_blocks), (placement.ranks - 1, self.last_blocks)):
-            own = placement.chunks_of(rank)
-            for place, chunk in enumerate(own if number is not None else ()):
-                counts[chunk] = ((number or 0) + len(own) - 1 - place) // len(own)
+            chunks = placement.chunks_of(rank)
+            for position, chunk in enumerate(chunks if number is not None else ()):
+                counts[chunk] = ((number or 0) + len(chunks) - 1 - position) // len(chunks)
         free = [chunk for chunk, count in enumerate(counts) if not count]
         if free:
-            owners, places = ([listed[chunk] for chunk in free] for listed in (placement.owners, _preferred(placement)))
+            owners, order = ([listed[chunk] for chunk in free] for listed in (placement.owners, _preferred(placement)))
             ones = [1] * (blocks - sum(counts))
-            for chunk, count in zip(free, _balanced(ones, (self.first, self.last), owners, places), strict=True):
+            for chunk, count in zip(free, _balanced(ones, (self.first, self.last), owners, order), strict=True):
                 counts[chunk] = count
         return counts
 
@@ -96,7 +96,7 @@ BY_COST, EVENLY = Division(), Division(by_cost=False)
 
 
 def _preferred(placement: Placement) -> list[int]:
-    """The place of each chunk among those that get more blocks than others where that makes no difference to costs."""
+    """The order in which chunks get an additional block if their costs are equal."""
     chunks = list(range(placement.chunks))
     if placement.chunks > placement.ranks and placement.owner(chunks[-1]) == 0:
         order = [*reversed(chunks[: placement.ranks]), *chunks[placement.ranks :]]
@@ -105,16 +105,16 @@ def _preferred(placement: Placement) -> list[int]:
     return [order.index(chunk) for chunk in chunks]
 
 
-def _balanced(blocks: Sequence[int], ends: tuple[int, int], owners: Sequence[int], places: Sequence[int]) -> list[int]:
-    """Counts of blocks that make the most expensive ranks as cheap as possible, all blocks as expensive as their mean.
+def _balanced(blocks: Sequence[int], ends: tuple[int, int], owners: Sequence[int], order: Sequence[int]) -> list[int]:
+    """Block counts that minimize the cost of the most expensive rank, if all blocks had their mean cost.
 
-    One after the other goes to the rank that costs the least so far, there to the chunk that does.
+    Each block goes to the rank with the lowest cost so far, and there to the chunk with the lowest cost.
 
     Args:
         owners: the rank of each chunk.
-        places: the order in which chunks of equal cost get a block.
+        order: the order in which chunks of equal cost get a block.
     """
-    block = sum(blocks)  # costs are in parts of a number of blocks, to stay whole numbers
+    block = sum(blocks)  # costs are scaled by the number of blocks, to stay integers
     chunks = [block] * len(owners)
     chunks[0] += ends[0] * len(blocks)
     chunks[-1] += ends[1] * len(blocks)
@@ -123,7 +123,7 @@ def _balanced(blocks: Sequence[int], ends: tuple[int, int], owners: Sequence[int
         ranks[owner] += cost
     counts = [1] * len(owners)
     for _ in range(len(blocks) - len(owners)):
-        _, _, _, chunk = min((ranks[owner], chunks[chunk], places[chunk], chunk) for chunk, owner in enumerate(owners))
+        _, _, _, chunk = min((ranks[owner], chunks[chunk], order[chunk], chunk) for chunk, owner in enumerate(owners))
         counts[chunk] += 1
         chunks[chunk] += block
         ranks[owners[chunk]] += block
@@ -132,7 +132,7 @@ def _balanced(blocks: Sequence[int], ends: tuple[int, int], owners: Sequence[int
 
 def _costs_of(costs: Sequence[int], counts: Sequence[int], owners: Sequence[int]) -> tuple[list[int], list[int]]:
     """Costs of ranks and of chunks, the largest first."""
-    chunks = [sum(costs[begin:end]) for begin, end in pairwise(accumulate(counts, initial=0))]
+    chunks = [sum(costs[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
     ranks = dict.fromkeys(owners, 0)
     for owner, cost in zip(owners, chunks, strict=True):
         ranks[owner] += cost
@@ -140,7 +140,7 @@ def _costs_of(costs: Sequence[int], counts: Sequence[int], owners: Sequence[int]
 
 
 def _improved(costs: Sequence[int], owners: Sequence[int], starts: Sequence[list[int]]) -> list[int]:
-    """The best of some divisions after single blocks were moved between chunks as long as that helped."""
+    """The best of some divisions, improved by moving single blocks between chunks."""
 
     def better(counts: list[int]) -> list[int] | None:
         least = _costs_of(costs, counts, owners)
@@ -157,7 +157,7 @@ def _improved(costs: Sequence[int], owners: Sequence[int], starts: Sequence[list
 
 
 def _with_least_chunks(costs: Sequence[int], chunks: int) -> list[int]:
-    """Counts of consecutive blocks that minimize the cost of the most expensive chunk, found by bisection."""
+    """Counts of consecutive blocks that minimize the cost of the most expensive chunk, by bisection."""
     low, high = max(costs), sum(costs)
     while low < high:
         limit = (low + high) // 2

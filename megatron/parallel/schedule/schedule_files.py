@@ -1,8 +1,8 @@
-"""Reads and writes schedules as CSV, in the form of `torch.distributed.pipelining`'s `format="compute_only"`.
+"""Reads and writes schedules as CSV, in the format of `torch.distributed.pipelining`'s `format="compute_only"`.
 
-A row lists what one pipeline rank computes, in order: `0F3` is the forward pass of chunk 0 on micro-batch 3, `B` a
-backward pass, `I` and `W` its halves (gradients of the input, of the weights). Empty cells are pauses and mean
-nothing. Messages are not written: they follow.
+A row lists the computations of one pipeline rank, in order: `0F3` is the forward pass of chunk 0 on micro-batch 3, `B`
+a backward pass, `I` and `W` its halves (gradients of the input, of the weights). Empty cells are ignored. The file has
+no messages: they are derived.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _MOST_BYTES = 64 << 20
 
 
 def read_orders(path: str) -> tuple[Placement, int, Orders]:
-    """The placement, the number of micro-batches and the computations of each rank that a file holds.
+    """Reads the placement, the number of micro-batches and the computations of each rank.
 
     Raises:
-        ConfigError: it cannot be read, or something is missing or written twice. Whether it can end is not looked at.
+        ConfigError: the file cannot be read, or a computation is missing or duplicate. Deadlocks are not detected.
     """
     text = read_text(path, f"--pipeline-schedule {path}", _MOST_BYTES)
-    # A cell holds no comma, so that quotes, which some programs write, need no more than to be left out.
+    # Cells contain no commas, so quotes, which some programs write, can simply be stripped.
     rows = [[cell.strip(' \t"') for cell in line.split(",")] for line in text.splitlines()]
     rows = [row for row in rows if any(row)]
     orders = [[_computation(path, rank, cell) for cell in row if cell] for rank, row in enumerate(rows)]
@@ -39,7 +39,7 @@ def read_orders(path: str) -> tuple[Placement, int, Orders]:
 
 
 def schedule_text(schedule: Schedule) -> str:
-    """The file that `read_orders` reads a schedule from."""
+    """The text of a schedule's file for `read_orders`."""
     rows = ([str(action) for action in program if not action.kind.is_message] for program in schedule.actions)
     return "".join(",".join(row) + "\n" for row in rows)
 
@@ -48,16 +48,16 @@ def _computation(path: str, rank: int, cell: str) -> Computation:
     match = _CELL.fullmatch(cell)
     if match is None:
         raise ConfigError(
-            f"--pipeline-schedule {path}: {printable(cell, 40)} in the row of rank {rank} is no computation. Write "
+            f"--pipeline-schedule {path}: {printable(cell, 40)} in the row of rank {rank} is not a computation. Write "
             "chunk, F, B, I or W, and micro-batch, such as 0F3."
         )
     return Kind(match[2]), int(match[1]), int(match[3])
 
 
 def _problems(orders: Sequence[Sequence[Computation]]) -> Iterator[str]:
-    """What keeps the rows from being a schedule, the first of each kind."""
+    """The problems of the rows, the first of each kind."""
     if not any(orders):
-        yield "it holds no computations. Write a row for each pipeline rank."
+        yield "it has no computations. Write a row for each pipeline rank."
         return
     owners: dict[int, int] = {}
     for rank, order in enumerate(orders):
@@ -67,21 +67,21 @@ def _problems(orders: Sequence[Sequence[Computation]]) -> Iterator[str]:
                 return
     for chunk in range(len(owners)):
         if chunk not in owners:
-            yield f"chunk {chunk} of 0 to {max(owners)} is missing. Number the chunks from 0, as the network runs."
+            yield f"chunk {chunk} of 0 to {max(owners)} is missing. Number the chunks from 0, in the order of layers."
             return
     counts = Counter(owners.values())
     for rank in range(len(orders)):
         if counts[rank] != counts[0]:
             yield (
-                f"rank {rank} has {counts[rank]} chunk{'s' * (counts[rank] != 1)} and rank 0 has {counts[0]}. Each "
-                "rank has equally many."
+                f"rank {rank} has {counts[rank]} chunk{'s' * (counts[rank] != 1)} and rank 0 has {counts[0]}. All "
+                "ranks must have the same number."
             )
             return
     yield from _ends_inside(owners, len(orders)) or _missing(orders, len(owners))
 
 
 def _ends_inside(owners: Mapping[int, int], ranks: int) -> list[str]:
-    """An end of the network on an inner rank: only the outer ones sum the gradients of tied embeddings."""
+    """Rejects an end of the network on an inner rank: only outer ranks sum the gradients of tied embeddings."""
     last = max(owners)
     if owners[0] == 0 and owners[last] in (0, ranks - 1):
         return []
@@ -92,7 +92,7 @@ def _ends_inside(owners: Mapping[int, int], ranks: int) -> list[str]:
 
 
 def _missing(orders: Sequence[Sequence[Computation]], chunks: int) -> Iterator[str]:
-    """A computation that is written twice, or that a micro-batch lacks."""
+    """A duplicate or missing computation."""
     written = Counter(computation for order in orders for computation in order)
     computation, times = written.most_common(1)[0]
     if times > 1:

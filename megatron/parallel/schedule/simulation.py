@@ -1,7 +1,7 @@
-"""Runs the computations of a schedule on a clock: when each starts, who waits for whom, what is held in memory.
+"""Simulates the computations of a schedule: their times, deadlocks, and activations in memory.
 
-Computations without messages (`Orders`) are what generators make and files hold. Simulating them either yields their
-times, which give the messages their order, or shows that they can never end, and why.
+Generators and files specify computations without messages (`Orders`). The simulation yields their times, which give the
+order of messages, or explains a deadlock.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ UNIT_COSTS: Mapping[Kind, float] = {
     Kind.WEIGHT_BACKWARD: 1,
 }
 
-# What others wait for: whether it is the gradient of a chunk's input or else its output, the chunk, the micro-batch.
+# A result that computations wait for: True for a chunk's input gradient, False for its output; chunk; micro-batch.
 Result = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
-class Span:
-    """A computation and when it ran, in units of the costs."""
+class TimedComputation:
+    """A computation with its start and end, in units of the costs."""
 
     rank: int
     kind: Kind
@@ -41,7 +41,7 @@ class Span:
 
 
 def shown(computation: Computation) -> str:
-    """A computation in the notation of schedule files: chunk, kind, micro-batch."""
+    """Formats a computation as in schedule files: chunk, kind, micro-batch."""
     kind, chunk, micro_batch = computation
     return f"{chunk}{kind.value}{micro_batch}"
 
@@ -51,22 +51,22 @@ def simulate(
     placement: Placement,
     costs: Mapping[Kind, float] = UNIT_COSTS,
     chunk_costs: Sequence[float] = (),
-) -> list[Span]:
-    """Runs each rank's computations in their order, each as soon as what it needs is there.
+) -> list[TimedComputation]:
+    """Runs each rank's computations in order, each as soon as its inputs are available.
 
     Args:
         orders: the computations of each rank. Every micro-batch passes every chunk forward and backward.
-        chunk_costs: how many times as long as in `costs` the computations of each chunk take; empty for once.
+        chunk_costs: factors of `costs` for the computations of each chunk; empty for 1.
 
     Returns:
-        The computations by the time at which they start.
+        The computations by start time.
 
     Raises:
-        ConfigError: computations wait for each other; the message names them.
+        ConfigError: the computations deadlock; the message names the cycle.
     """
     ended: dict[Result, float] = {}
     waiting: dict[Result, int] = {}
-    spans: list[Span] = []
+    timeline: list[TimedComputation] = []
     position, free = [0] * len(orders), [0.0] * len(orders)
     ready = list(range(len(orders)))
     while ready:
@@ -79,7 +79,7 @@ def simulate(
                 break
             start = max([free[rank], *(ended[need] for need in needs)])
             free[rank] = start + costs[kind] * (chunk_costs[chunk] if chunk_costs else 1)
-            spans.append(Span(rank, kind, chunk, micro_batch, start, free[rank]))
+            timeline.append(TimedComputation(rank, kind, chunk, micro_batch, start, free[rank]))
             position[rank] += 1
             result = result_of((kind, chunk, micro_batch))
             if result is not None:
@@ -89,11 +89,11 @@ def simulate(
     heads = {rank: order[at] for rank, (at, order) in enumerate(zip(position, orders, strict=True)) if at < len(order)}
     if heads:
         raise ConfigError(_deadlock(orders, heads, ended.keys(), placement))
-    return sorted(spans, key=lambda span: span.start)
+    return sorted(timeline, key=lambda each: each.start)
 
 
 def needs_of(computation: Computation, chunks: int) -> list[Result]:
-    """What a computation starts from."""
+    """The results that a computation needs."""
     kind, chunk, micro_batch = computation
     if kind is Kind.FORWARD:
         return [(False, chunk - 1, micro_batch)] if chunk else []
@@ -104,16 +104,16 @@ def needs_of(computation: Computation, chunks: int) -> list[Result]:
 
 
 def result_of(computation: Computation) -> Result | None:
-    """What others can wait for once a computation has ended."""
+    """The result of a computation that others may wait for."""
     kind, chunk, micro_batch = computation
     return None if kind is Kind.WEIGHT_BACKWARD else (kind is not Kind.FORWARD, chunk, micro_batch)
 
 
 def _deadlock(orders: Orders, heads: Mapping[int, Computation], ended: Collection[Result], placement: Placement) -> str:
-    """Names the computations that wait for each other in a circle.
+    """Describes a cycle of computations that wait for each other.
 
     Args:
-        heads: the computation that each rank is stuck at.
+        heads: the computation at which each rank is blocked.
     """
     links: dict[int, str] = {}
     rank = min(heads)
@@ -121,54 +121,54 @@ def _deadlock(orders: Orders, heads: Mapping[int, Computation], ended: Collectio
         head = heads[rank]
         need = next(need for need in needs_of(head, placement.chunks) if need not in ended)
         owner = placement.owner(need[1])
-        wanted = next(computation for computation in orders[owner] if result_of(computation) == need)
-        where = f"which comes after {shown(heads[owner])} on rank {owner}"
-        links[rank] = f"{shown(head)} on rank {rank} waits for {shown(wanted)}, {where}"
+        source = next(computation for computation in orders[owner] if result_of(computation) == need)
+        reason = f"which comes after {shown(heads[owner])} on rank {owner}"
+        links[rank] = f"{shown(head)} on rank {rank} waits for {shown(source)}, {reason}"
         rank = owner
-    circle = list(links)[list(links).index(rank) :]
-    return "the schedule can never end: " + "; ".join(links[rank] for rank in circle)
+    cycle = list(links)[list(links).index(rank) :]
+    return "the schedule deadlocks: " + "; ".join(links[rank] for rank in cycle)
 
 
-def with_messages(spans: Sequence[Span], placement: Placement) -> tuple[Program, ...]:
-    """The programs of all ranks: their computations, and the messages in the order in which the simulation sends them.
+def with_messages(timeline: Sequence[TimedComputation], placement: Placement) -> tuple[Program, ...]:
+    """The programs of all ranks: their computations, and messages in the order of the simulation.
 
-    A message enters the programs of both its ranks when the simulation has computed what it carries, before whatever
-    starts at that time. So all programs follow one order of events, in which each event only needs earlier ones.
+    A message is added to both programs when its content has been computed, before any computation that starts at that
+    time. So all programs follow one order of events, and each event depends only on earlier ones.
     """
     programs: list[list[Action]] = [[] for _ in range(placement.ranks)]
-    events = [(span.end, False, index) for index, span in enumerate(spans)]
-    events += [(span.start, True, index) for index, span in enumerate(spans)]
+    events = [(each.end, False, index) for index, each in enumerate(timeline)]
+    events += [(each.start, True, index) for index, each in enumerate(timeline)]
     for _, starts, index in sorted(events):
-        span = spans[index]
+        done = timeline[index]
         if starts:
-            programs[span.rank].append(Action(span.kind, span.chunk, span.micro_batch))
+            programs[done.rank].append(Action(done.kind, done.chunk, done.micro_batch))
             continue
-        forward = span.kind is Kind.FORWARD
-        target = span.chunk + (1 if forward else -1)
-        if span.kind is Kind.WEIGHT_BACKWARD or not 0 <= target < placement.chunks:
+        forward = done.kind is Kind.FORWARD
+        target = done.chunk + (1 if forward else -1)
+        if done.kind is Kind.WEIGHT_BACKWARD or not 0 <= target < placement.chunks:
             continue
         peer = placement.owner(target)
-        if peer != span.rank:
+        if peer != done.rank:
             send, receive = (
                 (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD) if forward else (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD)
             )
-            programs[span.rank].append(Action(send, span.chunk, span.micro_batch, peer))
-            programs[peer].append(Action(receive, target, span.micro_batch, span.rank))
+            programs[done.rank].append(Action(send, done.chunk, done.micro_batch, peer))
+            programs[peer].append(Action(receive, target, done.micro_batch, done.rank))
     return tuple(map(tuple, programs))
 
 
-def bubble_ratio(spans: Sequence[Span], ranks: int) -> float:
-    """The share of all ranks' time, from the first start to the last end, in which they compute nothing."""
-    total = ranks * max(span.end for span in spans)
-    return (total - sum(span.end - span.start for span in spans)) / total
+def bubble_ratio(timeline: Sequence[TimedComputation], ranks: int) -> float:
+    """The idle share of all ranks' time, from the first start to the last end."""
+    total = ranks * max(each.end for each in timeline)
+    return (total - sum(each.end - each.start for each in timeline)) / total
 
 
 def peak_alive(orders: Orders) -> tuple[int, ...]:
-    """For each rank the most micro-batches, counted once a chunk, whose activations it holds at the same time."""
+    """The peak number of chunk activations on each rank."""
     return tuple(max(alive_after_each(order)) for order in orders)
 
 
 def alive_after_each(order: Sequence[Computation]) -> list[int]:
-    """The activations that a rank holds after each of its computations."""
+    """The number of chunk activations on a rank after each of its computations."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT_BACKWARD: -1}
     return list(accumulate(change.get(kind, 0) for kind, _, _ in order))

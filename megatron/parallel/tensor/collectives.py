@@ -1,7 +1,6 @@
 """Differentiable collectives for tensor-parallel layers; each is the identity on an axis of size 1.
 
-In a program of torch.compile they are torch's functional collectives, which it can trace, and whose time is not
-measured.
+Under torch.compile they are torch's functional collectives, which it can trace; these are not timed.
 
 Source: Shoeybi et al., "Megatron-LM", 2019, section 3 (the operators f and g and their conjugates).
 """
@@ -41,14 +40,14 @@ def gather_from(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tenso
 
 
 def scatter_to(x: torch.Tensor, axis: Axis, dimension: int = -1) -> torch.Tensor:
-    """This rank's shard of a replicated tensor, in memory of its own; backward all-gathers the ranks' gradients."""
+    """A copy of this rank's shard of a replicated tensor; backward all-gathers the ranks' gradients."""
     return x if axis.size == 1 else _ScatterTo.apply(x, axis, dimension)
 
 
 def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Passes this rank's tokens to a column-parallel matrix product, which takes those of all ranks.
+    """Gathers the tokens of all ranks for a column-parallel matrix product.
 
-    All-gather in forward; reduce-scatter in backward, since every rank has part of the gradient of every token.
+    All-gather in forward; reduce-scatter in backward, as every rank has a partial gradient of every token.
 
     Shapes: `[b, s/t, ...]` to `[b, s, ...]`.
 
@@ -59,7 +58,7 @@ def gather_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def scatter_sequence(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sums the ranks' partial results, of which each rank gets its own tokens: the converse of `gather_sequence`.
+    """Sums the ranks' partial results and returns this rank's tokens: the conjugate of `gather_sequence`.
 
     Shapes: `[b, s, ...]` to `[b, s/t, ...]`.
     """
@@ -144,7 +143,7 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def gathered_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tokens of all ranks, in their order, without derivatives. Shapes: `[b, s/t, ...]` to `[b, s, ...]`."""
+    """The tokens of all ranks, in order, without derivatives. Shapes: `[b, s/t, ...]` to `[b, s, ...]`."""
     if torch.compiler.is_compiling():
         return functional.all_gather_tensor(x.contiguous(), 1, axis.group)  # type: ignore[arg-type]
     return start_gathering(x, axis).wait()
@@ -158,12 +157,12 @@ def summed_tokens(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 class PendingTokens(NamedTuple):
-    """A message on its way, during which something else can be computed.
+    """A message in transit, overlapped with computation.
 
     Attributes:
-        sent: kept until the message has arrived.
-        received: where it arrives.
-        is_gathered: whether these are the tokens of each rank after those of the one before, `[t * b, s/t, ...]`.
+        sent: held until the message has arrived.
+        received: the receive buffer.
+        is_gathered: `received` has the tokens of the ranks one after the other, `[t * b, s/t, ...]`.
     """
 
     work: dist.Work
@@ -173,7 +172,7 @@ class PendingTokens(NamedTuple):
     is_gathered: bool
 
     def wait(self) -> torch.Tensor:
-        """What `gathered_tokens` or `summed_tokens` returns; only this waiting is timed."""
+        """Returns the result of `gathered_tokens` or `summed_tokens`; only this wait is timed."""
         wait_for([self.work], self.axis)
         if not self.is_gathered:
             return self.received
@@ -181,15 +180,15 @@ class PendingTokens(NamedTuple):
 
 
 def start_gathering(x: torch.Tensor, axis: Axis) -> PendingTokens:
-    """Begins what `gathered_tokens` does."""
-    own = x.contiguous()
-    parts = own.new_empty(axis.size * own.shape[0], *own.shape[1:])
-    work = dist.all_gather_into_tensor(parts, own, group=axis.group, async_op=True)
-    return PendingTokens(work, axis, own, parts, is_gathered=True)
+    """Starts `gathered_tokens`."""
+    sent = x.contiguous()
+    parts = sent.new_empty(axis.size * sent.shape[0], *sent.shape[1:])
+    work = dist.all_gather_into_tensor(parts, sent, group=axis.group, async_op=True)
+    return PendingTokens(work, axis, sent, parts, is_gathered=True)
 
 
 def start_summing(x: torch.Tensor, axis: Axis) -> PendingTokens:
-    """Begins what `summed_tokens` does."""
+    """Starts `summed_tokens`."""
     parts = x.unflatten(1, (axis.size, -1)).movedim(1, 0).contiguous()  # a view if b is 1
     total = torch.empty_like(parts[0])
     work = dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=axis.group, async_op=True)
@@ -197,12 +196,12 @@ def start_summing(x: torch.Tensor, axis: Axis) -> PendingTokens:
 
 
 def _gathered(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:
-    own = x.contiguous()
+    shard = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(own, dimension % own.ndim, axis.group)  # type: ignore[arg-type]
-    parts = [torch.empty_like(own) for _ in range(axis.size)]
+        return functional.all_gather_tensor(shard, dimension % shard.ndim, axis.group)  # type: ignore[arg-type]
+    parts = [torch.empty_like(shard) for _ in range(axis.size)]
     with axis.timed():
-        dist.all_gather(parts, own, group=axis.group)
+        dist.all_gather(parts, shard, group=axis.group)
     return torch.cat(parts, dim=dimension)
 
 

@@ -14,7 +14,7 @@ from megatron.parallel.messages import all_reduce_max, all_reduce_sum
 
 
 class TokenLosses(NamedTuple):
-    """What a loss over the vocabulary is made of, per token, in float32 and the same on every rank of the axis.
+    """The terms of a loss over the vocabulary, per token, in float32 and the same on every rank of the axis.
 
     Shapes: each `[b, s]`.
 
@@ -30,11 +30,11 @@ class TokenLosses(NamedTuple):
 
 
 class VocabularySlice(NamedTuple):
-    """The rows of the vocabulary that a rank has.
+    """A rank's rows of the vocabulary.
 
     Attributes:
-        first: the id of its first row.
-        valid: how many of its rows, the first ones, are no padding.
+        first: the id of the first row.
+        valid: number of rows before the padding.
         vocab_size: vocabulary size without padding.
     """
 
@@ -44,7 +44,7 @@ class VocabularySlice(NamedTuple):
 
     @classmethod
     def of(cls, axis: Axis, columns: int, vocab_size: int) -> VocabularySlice:
-        """The slice of this rank of an axis, of `columns` rows with padding."""
+        """The slice of this rank, with `columns` rows including padding."""
         first = axis.rank * columns
         return cls(first, max(0, min(columns, vocab_size - first)), vocab_size)
 
@@ -59,16 +59,16 @@ def vocab_parallel_losses(
     block_values: int | None = None,
     implementation: Implementation = Implementation.TORCH,
 ) -> TokenLosses:
-    """The losses of every token over a split vocabulary; each of them is differentiable.
+    """The differentiable losses of every token over a split vocabulary.
 
     Padded columns (ids from `vocab_size` on) are treated as minus infinity: their probability and gradient are exactly
-    0, and no mean counts them. Only the logits and one value per token are kept for backward; blocks of rows are
+    0, and means exclude them. Only the logits and one value per token are saved for backward; blocks of rows are
     converted to float32 one at a time.
 
     Shapes: logits `[b, s, v/t]`, labels `[b, s]` int64.
 
     Args:
-        with_uniform: whether to compute `TokenLosses.uniform`, which label smoothing needs.
+        with_uniform: compute `TokenLosses.uniform`, for label smoothing.
         block_values: maximum number of logits that torch's operations hold in float32 at once, but at least one row; it
             bounds the extra memory and does not affect the result.
 
@@ -78,14 +78,14 @@ def vocab_parallel_losses(
 
 
 def vocab_parallel_argmax(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
-    """The id of the largest logit of each row, the smallest id where several are equal; the same on every rank.
+    """The id of the largest logit of each row, the smallest of several; the same on every rank.
 
-    Two maxima of one value per row are communicated instead of the logits.
+    Communicates two maxima of one value per row instead of the logits.
 
     Shapes: logits `[..., v/t]`; result `[...]` int64.
 
     Args:
-        vocab_size: columns from this id on are padding and never chosen.
+        vocab_size: columns from this id on are padding.
     """
     vocabulary = VocabularySlice.of(axis, logits.shape[-1], vocab_size)
     if vocabulary.valid:
@@ -96,7 +96,7 @@ def vocab_parallel_argmax(logits: torch.Tensor, axis: Axis, vocab_size: int) -> 
         chosen = torch.full_like(largest, vocab_size, dtype=torch.int64)
     if axis.size > 1:
         everywhere = all_reduce_max(largest.clone(), axis)
-        # The maximum of the negated ids is the smallest id; a rank whose own maximum is smaller offers none.
+        # The maximum of the negated ids is the smallest id; a rank whose maximum is smaller offers none.
         offered = torch.where(largest == everywhere, -chosen, torch.full_like(chosen, -vocab_size))
         chosen = -all_reduce_max(offered, axis)
     return chosen
@@ -109,9 +109,9 @@ def losses_of(statistics: RowStatistics, axis: Axis, vocabulary: VocabularySlice
     """
     largest, total, target, whole = statistics
     if axis.size > 1:
-        own_largest = largest.clone()
+        local_largest = largest.clone()
         all_reduce_max(largest, axis)
-        total.mul_(torch.exp(own_largest - largest))
+        total.mul_(torch.exp(local_largest - largest))
         sums = [total, target, *([] if whole is None else [whole])]
         total, target, *wholes = all_reduce_sum(torch.stack(sums), axis)
         whole = wholes[0] if wholes else None

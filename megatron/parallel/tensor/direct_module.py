@@ -1,4 +1,4 @@
-"""Modules whose parameters and parts are found as fast as any other attribute."""
+"""Modules with fast access to parameters and submodules."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from torch import nn
 
 
 class DirectModule(nn.Module):
-    """A module that also keeps its parameters and parts where Python looks for attributes first.
+    """A module that also keeps its parameters and submodules in the instance's `__dict__`.
 
-    `nn.Module` keeps them in dictionaries of its own, which `nn.Module.__getattr__` searches once the instance and its
-    classes were searched in vain: ten times as long, in a block about twenty times.
-
-    ZeRO-3 replaces the dictionary of parameters by one that gathers a parameter when it is read, so from then on
-    parameters are read there.
+    `nn.Module.__getattr__` searches its own dictionaries only after the instance and its classes: ten times as slow,
+    and a block has about twenty such accesses. ZeRO-3 replaces the dictionary of parameters by one that gathers a
+    parameter when it is read; from then on parameters are read there.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

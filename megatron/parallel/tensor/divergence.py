@@ -1,4 +1,4 @@
-"""How far apart the distributions of two networks are, over a vocabulary that is split across ranks."""
+"""The KL divergence of two networks' distributions over a split vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_max, all_reduce_sum
 from megatron.parallel.tensor.cross_entropy import VocabularySlice
 
-# Logits that are held in float32 at once: 1 MiB on the CPU, which stays in cache, and 64 MiB on a GPU.
+# Logits held in float32 at once: 1 MiB on the CPU, which stays in cache, and 64 MiB on a GPU.
 _BLOCK_VALUES_CPU = 1 << 18
 _BLOCK_VALUES_GPU = 1 << 24
 
@@ -27,10 +27,10 @@ def vocab_parallel_divergences(
 ) -> torch.Tensor:
     """KL(p || q) of every token, in nats, where p = softmax(target / T) and q = softmax(logits / T).
 
-    No rank sees the logits of another: five values per token are reduced over the axis. Padded columns (ids from
-    `vocab_size` on) have probability 0 in both distributions. Only the logits are differentiated. The result is
-    float32 (float64 for float64), the same on every rank of the axis, and never negative: with d = log q - log p, what
-    is summed is q - p - p d, no term of which is below 0 but by rounding, rather than -p d, whose terms cancel.
+    Five values per token are reduced over the axis instead of the logits. Padded columns (ids from `vocab_size` on)
+    have probability 0 in both distributions. Only `logits` are differentiated. The result is float32 (float64 for
+    float64), the same on every rank of the axis, and never negative: with d = log q - log p, it sums q - p - p d, whose
+    terms are not negative up to rounding, rather than -p d, whose terms cancel.
 
     Shapes: logits and target_logits `[b, s, v/t]`; result `[b, s]`.
 
@@ -55,9 +55,9 @@ class _Divergences(torch.autograd.Function):
         normalizers = torch.stack([_log_normalizer(rows, axis, valid, temperature, blocks) for rows in pair])
         total = torch.zeros_like(normalizers[0])
         for block in blocks:
-            own, wanted = _log_probabilities(pair, normalizers, valid, temperature, block)
-            p = wanted.exp()
-            total[block] = (own.exp() - p + p * (wanted - own)).sum(dim=1)
+            log_q, log_p = _log_probabilities(pair, normalizers, valid, temperature, block)
+            p = log_p.exp()
+            total[block] = (log_q.exp() - p + p * (log_p - log_q)).sum(dim=1)
         ctx.save_for_backward(*pair, normalizers)
         ctx.valid, ctx.temperature, ctx.blocks, ctx.shape = valid, temperature, blocks, logits.shape
         if axis.size > 1:
@@ -71,8 +71,8 @@ class _Divergences(torch.autograd.Function):
         gradient = torch.zeros_like(pair[0])
         weights = derivatives.reshape(-1, 1) / ctx.temperature
         for block in ctx.blocks:
-            own, wanted = _log_probabilities(pair, normalizers, ctx.valid, ctx.temperature, block)
-            gradient[block, : ctx.valid] = (own.exp_() - wanted.exp_()).mul_(weights[block]).to(gradient.dtype)
+            log_q, log_p = _log_probabilities(pair, normalizers, ctx.valid, ctx.temperature, block)
+            gradient[block, : ctx.valid] = (log_q.exp_() - log_p.exp_()).mul_(weights[block]).to(gradient.dtype)
         return gradient.view(ctx.shape), None, None, None, None, None
 
 
@@ -88,16 +88,16 @@ def _log_normalizer(
         largest[block] = scaled.amax(dim=1)
         total[block] = (scaled - largest[block].unsqueeze(1)).exp_().sum(dim=1)
     if axis.size > 1:
-        own = largest.clone()
+        local_largest = largest.clone()
         all_reduce_max(largest, axis)
-        total = all_reduce_sum(total.mul_(torch.exp(own - largest)), axis)
+        total = all_reduce_sum(total.mul_(torch.exp(local_largest - largest)), axis)
     return total.log_().add_(largest)
 
 
 def _log_probabilities(
     pair: list[torch.Tensor], normalizers: torch.Tensor, valid: int, temperature: float, block: slice
 ) -> list[torch.Tensor]:
-    """The log-probabilities of this rank's columns, of either network. Shapes: each `[rows of the block, valid]`."""
+    """The log-probabilities of this rank's columns for both networks. Shapes: each `[rows of the block, valid]`."""
     dtype = normalizers.dtype
     return [
         (rows[block, :valid].to(dtype) / temperature).sub_(normalizer[block].unsqueeze(1))

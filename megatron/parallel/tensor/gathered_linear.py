@@ -1,8 +1,8 @@
-"""The product of a column-parallel layer with tokens that are split over its ranks, gathered twice instead of kept.
+"""A column-parallel product of tokens that are split over its ranks, gathered again in backward instead of saved.
 
-The product needs the tokens of all ranks, and so does the gradient of its weight. What is kept for the latter is this
-rank's tokens: they are gathered again in the backward pass, while the gradient of the input is computed, which is
-summed while the gradient of the weight is.
+The product and its weight gradient need the tokens of all ranks, but only this rank's are saved. The backward pass
+overlaps gathering them with computing the input gradient, and summing the input gradient with computing the weight
+gradient.
 
 Source: Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 4.2.2.
 """
@@ -32,15 +32,13 @@ def gathered_linear(
     queue: WeightGradientQueue | None = None,
     float8: Float8 | None = None,
 ) -> torch.Tensor:
-    """`x W^T + b` for the tokens of all ranks.
-
-    A program of torch.compile keeps the gathered tokens.
+    """`x W^T + b` for the tokens of all ranks; under torch.compile the gathered tokens are saved.
 
     Shapes: x `[b, s/t, i]`, weight `[o/t, i]`, bias `[o/t]`; result `[b, s, o/t]`.
 
     Args:
         queue: see `deferrable_linear`; weight and bias are parameters if there is one.
-        float8: whether and how the products are in eight bits; tokens are gathered in the dtype they have.
+        float8: the settings of eight-bit products, if enabled; tokens are gathered in their own dtype.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return linear(gather_sequence(x, axis), weight, bias, float8)
@@ -53,7 +51,7 @@ class _GatheredLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.axis, ctx.queue, ctx.float8 = axis, queue, float8
         ctx.bias_dtype = None if bias is None else bias.dtype
-        # Recomputation replaces saved tensors by detached ones, which take no gradient.
+        # Recomputation replaces saved tensors by detached ones, which cannot have a gradient.
         ctx.parameters = (None, None) if queue is None else (weight, bias)
         return linear(gathered_tokens(x, axis), weight, bias, float8)
 
@@ -64,19 +62,19 @@ class _GatheredLinear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         is_later = queue is not None and queue.is_open
         gathering: PendingTokens | None = start_gathering(x, axis) if needs_weight and not is_later else None
-        of_whole = input_gradient(gradient, weight, ctx.float8) if needs_x else None
+        x_gradient = input_gradient(gradient, weight, ctx.float8) if needs_x else None
         whole = None if gathering is None else gathering.wait()
-        summing = None if of_whole is None else start_summing(of_whole, axis)
+        summing = None if x_gradient is None else start_summing(x_gradient, axis)
 
-        def of_parameters() -> Gradients:
-            of_weight = of_bias = None
+        def parameter_gradients() -> Gradients:
+            weight_gradient = bias_gradient = None
             if needs_weight:
                 tokens = gathered_tokens(x, axis) if whole is None else whole
                 parameter = weight if queue is None else ctx.parameters[0]
-                of_weight = gradient_or_none(queue, parameter, tokens, gradient, ctx.float8)
+                weight_gradient = gradient_or_none(queue, parameter, tokens, gradient, ctx.float8)
             if needs_bias:
-                of_bias = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
-            return of_weight, of_bias
+                bias_gradient = gradient.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+            return weight_gradient, bias_gradient
 
-        gradients = now_or_later(queue, ctx.parameters, of_parameters)
+        gradients = now_or_later(queue, ctx.parameters, parameter_gradients)
         return None if summing is None else summing.wait(), *gradients, None, None, None

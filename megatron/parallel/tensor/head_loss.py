@@ -1,10 +1,10 @@
-"""The losses of an output head, without ever holding the logits of a micro-batch.
+"""The losses of an output head without materializing the logits of a micro-batch.
 
-The head is the widest layer of a network: its logits `[b, s, v/t]`, and their gradient, take more memory than the
-activations of many blocks, and writing and reading them more time than the softmax itself. Here rows are multiplied out
-a chunk at a time, while the chunk stays in cache on a CPU. As the weight of each token in what is minimized is known
-beforehand, its gradients are computed at once, in place of the logits, and go into the gradients of the hidden states
-and of the weight: the same three matrix products as ever, and one chunk of logits.
+The head is the widest layer of a network: its logits `[b, s, v/t]` and their gradient take more memory than the
+activations of many blocks, and reading and writing them takes more time than the softmax. Here logits are computed in
+chunks of rows, which stay in cache on a CPU. The weight of each token in the minimized sum is known in advance, so the
+gradient of a chunk is computed at once, in place of its logits, and added to the gradients of the hidden states and of
+the weight: the usual three matrix products with a single chunk of logits.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
 
-# Logits of a chunk, and its fewest rows: below, adding to the weight's gradient costs more than the matrix products.
-# Measured on a CPU with 2 MiB of L2 cache a core. On a GPU each chunk but the first reads and writes the sum of the
-# weight's gradient, 8 bytes a parameter, so there are few: of 1 GiB in half precision, and of whole tiles of a product.
+# Logits of a chunk, and its minimum rows: with fewer, adding to the weight gradient costs more than the products.
+# Measured on a CPU with 2 MiB of L2 cache per core. On a GPU each chunk but the first reads and writes the weight
+# gradient, 8 bytes per parameter, so chunks are large: 1 GiB in half precision, in whole tiles of a matrix product.
 _CHUNK_VALUES_CPU, _CHUNK_ROWS_CPU = 1 << 22, 384
 _CHUNK_VALUES_GPU, _CHUNK_ROWS_GPU, _TILE_ROWS_GPU = 1 << 29, (2048, 8192), 256
 
 
 class FactoredLogits(NamedTuple):
-    """Logits that have not been multiplied out: `hidden weight^T`, soft-capped.
+    """Logits as factors: `hidden weight^T`, soft-capped.
 
     Shapes: hidden `[b, s, h]`, weight `[v/t, h]`.
 
@@ -49,7 +49,7 @@ class FactoredLogits(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What is minimized: (1 - e) cross-entropy + e cross-entropy with the uniform distribution + c (log normalizer)^2.
+    """The minimized loss: (1 - e) cross-entropy + e cross-entropy with the uniform distribution + c (log normalizer)^2.
 
     Attributes:
         label_smoothing: e.
@@ -61,9 +61,9 @@ class LossTerms(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of what is minimized, multiplied by a factor.
+    """The gradients of the minimized loss, multiplied by a factor.
 
-    Shapes: of_hidden `[b, s, h]`, of_weight `[v/t, h]`, each None if it is not needed; factor `[]`, None means 1.
+    Shapes: of_hidden `[b, s, h]`, of_weight `[v/t, h]`, each None if not needed; factor `[]`, None for 1.
     """
 
     logits: FactoredLogits
@@ -72,16 +72,16 @@ class HeadGradients(NamedTuple):
     factor: torch.Tensor | None
 
     def attached_to(self, value: torch.Tensor) -> torch.Tensor:
-        """The value of what is minimized, whose backward pass hands the gradients on. Shapes: `[]`."""
+        """The value of the minimized loss with these gradients as its backward pass. Shapes: `[]`."""
         hidden, weight, _ = self.logits
         return _Attach.apply(value, hidden, weight, self.of_hidden, self.of_weight, self.factor)  # type: ignore[no-any-return]
 
 
 class HeadLosses(NamedTuple):
-    """The losses of every token, whose derivatives are not recorded, and the gradients of what is minimized.
+    """The losses of every token, without derivatives, and the gradients of the minimized loss.
 
     Attributes:
-        gradients: None where autograd records nothing.
+        gradients: None if autograd is disabled.
     """
 
     tokens: TokenLosses
@@ -107,14 +107,12 @@ def head_losses(
     Shapes: labels `[b, s]` int64, weights `[b, s]`.
 
     Args:
-        weights: the weight of each token in the sum that is minimized; tokens of weight 0 are ignored, and their losses
-            are not computed.
+        weights: the weight of each token in the minimized sum; the losses of tokens of weight 0 are not computed.
         axis: the tensor-parallel axis that splits the vocabulary.
         vocab_size: vocabulary size without padding.
-        factor: what the gradients are multiplied by. If it is what the derivative of the sum will be, they have the
-            range in float16 that the loss scale was chosen for, and need no further multiplication; 0 counts as 1.
-            `[]`.
-        chunk_rows: the most tokens whose logits are held at once; does not affect the losses.
+        factor: the factor of the gradients, best the later derivative of the sum: then float16 gradients have the range
+            of the loss scale, and need no further multiplication. 0 counts as 1. `[]`.
+        chunk_rows: maximum number of tokens whose logits are held at once; does not affect the losses.
     """
     is_trained = torch.is_grad_enabled() and (logits.hidden.requires_grad or logits.weight.requires_grad)
     with torch.no_grad():
@@ -148,7 +146,7 @@ class _Attach(torch.autograd.Function):
     def backward(ctx, derivative):  # type: ignore[no-untyped-def]
         of_hidden, of_weight, factor = ctx.saved_tensors
         ratio = derivative if factor is None else derivative / factor
-        if ratio.is_cuda or ratio != 1:  # a GPU is not asked, since the host would wait for the answer
+        if ratio.is_cuda or ratio != 1:  # comparing on a GPU would make the host wait
             for gradient in (of_hidden, of_weight):
                 if gradient is not None:
                     gradient.mul_(ratio)
@@ -156,53 +154,53 @@ class _Attach(torch.autograd.Function):
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a micro-batch that count. Shapes: hidden `[n, h]`; labels, weights and places `[n]`.
+    """The counted tokens of a micro-batch. Shapes: hidden `[n, h]`; labels, weights and indices `[n]`.
 
     Attributes:
-        places: their places among the tokens of the micro-batch; None if all count.
+        indices: of these tokens in the micro-batch; None if all are counted.
         shape: the shape of the micro-batch's labels.
     """
 
     hidden: torch.Tensor
     labels: torch.Tensor
     weights: torch.Tensor
-    places: torch.Tensor | None
+    indices: torch.Tensor | None
     shape: torch.Size
 
     @classmethod
     def of(cls, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> _Tokens:
-        """Leaves out tokens of weight 0, unless all are; on a GPU the host would have to wait for their number."""
+        """Selects the tokens with a weight, on a CPU only: on a GPU the host would wait for their number."""
         rows, flat, weight = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), weights.reshape(-1)
-        places = None if hidden.is_cuda else weight.nonzero().squeeze(1)
-        if places is None or len(places) in (0, len(weight)):
+        indices = None if hidden.is_cuda else weight.nonzero().squeeze(1)
+        if indices is None or len(indices) in (0, len(weight)):
             return cls(rows, flat, weight, None, labels.shape)
-        return cls(rows[places], flat[places], weight[places], places, labels.shape)
+        return cls(rows[indices], flat[indices], weight[indices], indices, labels.shape)
 
     def chunk(self, chunk: slice, dtype: torch.dtype, first: int) -> _Tokens:
-        """Some of them, with hidden states in another dtype and labels counted from `first`."""
+        """A chunk of the tokens, with hidden states in another dtype and labels relative to `first`."""
         hidden, labels, weights = self[:3]
         if chunk != slice(0, len(labels)):
             hidden, labels, weights = hidden[chunk], labels[chunk], weights[chunk]
         return self._replace(hidden=hidden.to(dtype), labels=labels - first if first else labels, weights=weights)
 
     def spread(self, losses: list[TokenLosses]) -> TokenLosses:
-        """Joins the losses of chunks, and puts 0 where a token does not count. Shapes: `[b, s]`."""
+        """Concatenates the losses of chunks, with 0 for tokens that are not counted. Shapes: `[b, s]`."""
         uniform = [part.uniform for part in losses if part.uniform is not None]
         return TokenLosses(
-            self.placed(_joined([part.cross_entropy for part in losses])),
-            self.placed(_joined([part.log_normalizer for part in losses])),
-            self.placed(_joined(uniform)) if uniform else None,
+            self.scattered(_joined([part.cross_entropy for part in losses])),
+            self.scattered(_joined([part.log_normalizer for part in losses])),
+            self.scattered(_joined(uniform)) if uniform else None,
         )
 
-    def placed(self, values: torch.Tensor) -> torch.Tensor:
-        """Values of the tokens that count, at their places in the micro-batch; 0 elsewhere."""
-        if self.places is not None:
-            values = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.places, values)
+    def scattered(self, values: torch.Tensor) -> torch.Tensor:
+        """Scatters values of the counted tokens to the micro-batch, with 0 elsewhere."""
+        if self.indices is not None:
+            values = values.new_zeros(self.shape.numel(), *values.shape[1:]).index_copy_(0, self.indices, values)
         return values.view(*self.shape, *values.shape[1:])
 
 
 class _Head:
-    """Logits, losses and gradients of a chunk of tokens; one chunk of logits is held, and written over."""
+    """Logits, losses and gradients of a chunk of tokens, in one reused buffer."""
 
     def __init__(
         self,
@@ -218,26 +216,26 @@ class _Head:
         self.weight = weight.to(self.dtype)
         self.softcap, self.axis, self.terms, self.implementation = logits.softcap, axis, terms, implementation
         self.vocabulary = VocabularySlice.of(axis, weight.shape[0], vocab_size)
-        self._held: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
 
     @property
     def chunk_rows(self) -> int:
-        """How many tokens a chunk has if nothing else is said."""
+        """The default number of tokens of a chunk."""
         columns = max(1, self.weight.shape[0])
         if self.weight.is_cuda:
             return _chunk_rows_on_gpu(columns)
         return max(_CHUNK_ROWS_CPU, _CHUNK_VALUES_CPU // columns)
 
     def multiplied(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits without soft-cap, in memory that the next call reuses. Shapes: `[n, h]` to `[n, v/t]`."""
-        if self._held is None:  # the first chunk is the largest
-            self._held = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
-        held = self._held if len(self._held) == len(hidden) else self._held[: hidden.shape[0]]
-        add_product_(held, hidden, self.weight.t(), replaces=True)
-        return held
+        """The logits without soft-cap, in a buffer that the next call reuses. Shapes: `[n, h]` to `[n, v/t]`."""
+        if self._buffer is None:  # the first chunk is the largest
+            self._buffer = hidden.new_empty(hidden.shape[0], self.weight.shape[0])
+        logits = self._buffer if len(self._buffer) == len(hidden) else self._buffer[: hidden.shape[0]]
+        add_product_(logits, hidden, self.weight.t(), replaces=True)
+        return logits
 
     def losses(self, product: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
-        """The losses of each token, whose label is counted from the slice's first. Shapes: `[n]`."""
+        """The losses of each token; labels are relative to the slice's first id. Shapes: `[n]`."""
         statistics = logit_statistics(
             product,
             labels,
@@ -249,7 +247,7 @@ class _Head:
         return losses_of(statistics, self.axis, self.vocabulary)
 
     def losses_and_gradient_(self, product: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> TokenLosses:
-        """`losses`; replaces logits by the gradient of the weighted sum of what is minimized."""
+        """As `losses`, and replaces the logits by the gradient of the weighted sum of minimized losses."""
         smoothing, coefficient = self.terms
         is_plain = self.axis.size == 1 and self.softcap is None and not smoothing and not coefficient
         if is_plain and self.implementation is Implementation.CSRC:
@@ -274,10 +272,10 @@ class _Head:
 
 
 class _GradientSums:
-    """The gradients of hidden states and weight, chunk by chunk.
+    """The gradients of hidden states and weight, accumulated over chunks.
 
-    Over several chunks the gradient of a half-precision weight is summed in float32: otherwise every chunk would round
-    the whole sum to 8 or 11 bits, and the result would depend on their number.
+    Over several chunks, the gradient of a half-precision weight is summed in float32: otherwise every chunk would round
+    the whole sum to 8 or 11 bits, and the result would depend on the number of chunks.
     """
 
     def __init__(self, logits: FactoredLogits, tokens: _Tokens) -> None:
@@ -301,7 +299,7 @@ class _GradientSums:
 
     def of_hidden(self) -> torch.Tensor | None:
         """Shapes: `[b, s, h]`."""
-        return None if self._of_hidden is None else self._tokens.placed(self._of_hidden)
+        return None if self._of_hidden is None else self._tokens.scattered(self._of_hidden)
 
     def of_weight(self) -> torch.Tensor | None:
         """Shapes: `[v/t, h]`."""
@@ -319,7 +317,7 @@ def _chunk_rows_on_gpu(columns: int) -> int:
 
 
 def _chunks(count: int, most: int) -> list[slice]:
-    """Chunks of equal size, but for the last; of whole tiles of a product where the most is."""
+    """Chunks of equal size, except the last; in whole tiles of a matrix product if `most` is."""
     size = -(-count // -(-count // most))
     if most % _TILE_ROWS_GPU == 0:
         size = -(-size // _TILE_ROWS_GPU) * _TILE_ROWS_GPU

@@ -1,10 +1,10 @@
 """Layers that can be split over the tensor-parallel axis.
 
 On an axis of size 1 each is the plain layer, without communication. Parameters start at zero (norm weights at one) and
-have a `shard_spec`; `megatron.model.interface.network` draws their initial values, since these depend on global names.
+have a `shard_spec`; `megatron.model.interface.network` draws their initial values, which depend on global names.
 
-With sequence parallelism the ranks have different tokens wherever the plain layers would have equal ones: where a
-layer's call says so, it gathers them, or leaves each rank its own.
+With sequence parallelism, requested by an argument of a layer's call, ranks have different tokens outside of the
+layers: a layer gathers its inputs, or scatters its outputs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.gathered_linear import gathered_linear
 from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
 
-# What a layer does with its product and its bias instead of adding them: a fused operation of the caller. That runs
-# inside the layer, since ZeRO-3 holds the bias only there.
+# A fused operation on a layer's product and bias, in place of their sum. It runs inside the layer, because under ZeRO-3
+# the bias is available only there.
 Finish = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 TOO_LARGE = "There is an input id in the input that is greater than the highest possible input id"
@@ -40,9 +40,9 @@ class ColumnParallelLinear(DirectModule):
             (heads, 3, head size), a gated unit (2, inner).
 
     Attributes:
-        queue: takes the weight gradients that a pipeline schedule computes later; None where none does.
-        divides_weight: whether rows of the weight are also used by themselves, so that it must keep its order.
-        float8: how the products are computed in eight bits; None where they are not.
+        queue: takes deferred weight gradients of a pipeline schedule; None without one.
+        divides_weight: rows of the weight are also used separately, so their order must not change.
+        float8: the settings of eight-bit products; None if disabled.
 
     Shapes: x `[..., input]` replicated; result `[..., output/t]`; weight `[output/t, input]`, bias `[output/t]`, the
         output dimensions merged.
@@ -77,14 +77,14 @@ class ColumnParallelLinear(DirectModule):
         """Applies the layer; with `finish`, returns `finish(product, bias)`.
 
         Args:
-            splits_sequence: whether each rank has its own tokens of x, `[b, s/t, input]`.
+            splits_sequence: each rank has its own tokens of x, `[b, s/t, input]`.
         """
         if finish is None:
             return self.product(x, self.bias, splits_sequence)
         return finish(self.product(x, None, splits_sequence), self.bias)
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, splits_sequence: bool) -> torch.Tensor:
-        """The layer without what follows, with this bias."""
+        """The layer without `finish`, with this bias."""
         if splits_sequence:
             return gathered_linear(x, self.weight, bias, self.axis, self.queue, self.float8)
         if self.axis.size > 1:
@@ -96,7 +96,7 @@ class RowParallelLinear(DirectModule):
     """`y = x W^T + b` with the inputs split: the ranks' partial products are summed, then the replicated bias is added.
 
     Args:
-        partial: an axis whose ranks add the bias to different tokens, so that its gradient is a sum over it.
+        partial: an axis whose ranks add the bias to different tokens, so that the bias gradient is summed over it.
 
     Attributes:
         queue, float8: as in `ColumnParallelLinear`.
@@ -134,7 +134,7 @@ class RowParallelLinear(DirectModule):
         """Applies the layer; with `finish`, returns `finish(product, bias)`.
 
         Args:
-            splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, output]`.
+            splits_sequence: each rank gets its own tokens of the result, `[b, s/t, output]`.
         """
         weight, bias = self.weight, self.bias
         if self.axis.size == 1 and finish is None:
@@ -185,7 +185,7 @@ class VocabParallelEmbedding(nn.Module):
         """Looks the ids up.
 
         Args:
-            splits_sequence: whether each rank is to have its own tokens of the result, `[b, s/t, h]`.
+            splits_sequence: each rank gets its own tokens of the result, `[b, s/t, h]`.
 
         Raises:
             DataError: an id is negative or not in the vocabulary (on a GPU a device assertion, which does not

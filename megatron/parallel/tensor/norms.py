@@ -16,7 +16,7 @@ from megatron.parallel.tensor.direct_module import DirectModule
 
 
 class _ReplicatedNorm(DirectModule):
-    """A norm over the last dimension whose weight every rank of the axis holds.
+    """A norm over the last dimension with a replicated weight.
 
     Shapes: `[..., h]` to the same.
 
@@ -48,7 +48,7 @@ class _ReplicatedNorm(DirectModule):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None, branch_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`residual + (x + branch_bias)`, or what of it there is, and the norm of it."""
+        """`residual + (x + branch_bias)`, without missing terms, and its norm."""
         return add_norm(
             x,
             residual,
@@ -95,13 +95,12 @@ class RMSNorm(_ReplicatedNorm):
 
 
 class HeadsRMSNorm(nn.Module):
-    """RMS norm over the channels of all heads, which may be split over the axis: one all-reduce of a number per token.
+    """RMS norm over the channels of all heads, which an axis may split: one all-reduce of a number per token.
 
     Shapes: `[b, s, heads/t, d]` to the same; weight `[heads/t, d]`.
 
     Args:
-        heads: the dimension that counts the heads; if it is not split, `partial` is the axis whose ranks use different
-            ones of them.
+        heads: the dimension of heads; if it is not split, `partial` is the axis whose ranks use different heads.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Matrix products whose weight gradients may wait, as zero-bubble pipeline schedules want.
+"""Matrix products with deferrable weight gradients, for zero-bubble pipeline schedules.
 
-The gradient of the input is what the previous stage waits for; that of the weight is needed at the end of the step. A
-schedule that computes the two apart opens the queue of its layers around a backward pass, which then leaves the latter
-to whoever calls what the queue collected.
+The previous stage waits for the input gradient; the weight gradient is needed only at the end of the step. A schedule
+that separates them opens the queue of its layers during a backward pass, and runs the collected work later.
 
 Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2.
 """
@@ -20,20 +19,19 @@ from megatron.kernels.float8 import Float8, input_gradient, linear, weight_gradi
 
 Work = Callable[[], None]
 Gradients = tuple[torch.Tensor | None, ...]
-# Adds the product of two matrices, `[o, n]` and `[n, i]`, to the sum of the gradients of a parameter `[o, i]`; False if
-# it has not, since the gradient itself is wanted.
+# Adds the product of two matrices, `[o, n]` and `[n, i]`, to the accumulated gradient of a parameter `[o, i]`; returns
+# False if the gradient must be computed separately.
 AddProduct = Callable[[nn.Parameter, torch.Tensor, torch.Tensor], bool]
-# Fewest values of a weight whose gradient is added by the product: with fewer, a function in Python costs more than the
-# pass over memory that it saves. Measured on a CPU; for a GPU a guess, from 40 microseconds of the host.
+# Minimum size of a weight whose gradient is added by its product: below, the Python function costs more than the pass
+# over memory that it saves. Measured on a CPU; estimated for a GPU, from 40 microseconds of host time.
 FEWEST_ADDED_CPU, FEWEST_ADDED_GPU = 1 << 19, 1 << 22
 
 
 class WeightGradientQueue:
-    """Takes weight gradients from backward passes: those that are left for later, and those whose product adds itself
-    to a sum.
+    """Collects the deferred weight gradients of backward passes, and holds the function that adds products to sums.
 
     Attributes:
-        add_product: adds to the sum; None where autograd is given all gradients.
+        add_product: adds to the sum; None if autograd gets all gradients.
     """
 
     def __init__(self) -> None:
@@ -45,17 +43,17 @@ class WeightGradientQueue:
         return self._collected is not None
 
     def open(self) -> None:
-        """Leaves the weight gradients of the backward pass that begins to the queue."""
+        """Defers the weight gradients of the next backward pass."""
         self._collected = []
 
     def add(self, work: Work) -> None:
-        """Takes what computes the gradients of one layer; the queue is open."""
+        """Adds the work that computes the gradients of one layer; the queue must be open."""
         if self._collected is None:
             raise RuntimeError("the queue of weight gradients is closed")
         self._collected.append(work)
 
     def close(self) -> list[Work]:
-        """What was collected: calling each once adds the gradients to `.grad`, as the backward pass would have."""
+        """Returns the collected work; calling each item once adds its gradients to `.grad`."""
         collected, self._collected = self._collected, None
         return collected or []
 
@@ -67,7 +65,7 @@ def deferrable_linear(
     queue: WeightGradientQueue | None,
     float8: Float8 | None = None,
 ) -> torch.Tensor:
-    """`x W^T + b`, whose backward pass leaves the gradients of weight and bias to the queue while that is open.
+    """`x W^T + b`, whose backward pass defers the gradients of weight and bias while the queue is open.
 
     Shapes: as `megatron.kernels.float8.linear`.
     """
@@ -77,9 +75,7 @@ def deferrable_linear(
 
 
 def add_by_product(modules: Iterable[nn.Module], add_product: AddProduct) -> None:
-    """Has the products that compute the gradients of large weights add to the sums of these, where they can: no
-    gradient is made, and none is added afterwards.
-    """
+    """Adds the gradients of large weights to their sums by the matrix products that compute them, if possible."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if hasattr(module, "queue") and isinstance(weight, nn.Parameter) and weight.requires_grad and _is_large(weight):
@@ -88,7 +84,7 @@ def add_by_product(modules: Iterable[nn.Module], add_product: AddProduct) -> Non
 
 
 def _is_large(weight: torch.Tensor) -> bool:
-    """Whether the gradient of a weight is worth adding by its product."""
+    """Returns True if adding a weight's gradient by its product pays off."""
     return weight.numel() >= (FEWEST_ADDED_CPU if weight.device.type == "cpu" else FEWEST_ADDED_GPU)
 
 
@@ -113,7 +109,7 @@ def gradient_or_none(
 def now_or_later(
     queue: WeightGradientQueue | None, parameters: Sequence[nn.Parameter | None], compute: Callable[[], Gradients]
 ) -> Gradients:
-    """The gradients of parameters, or None for each where an open queue is to add them to `.grad` later."""
+    """The gradients of parameters, or None for each if an open queue adds them to `.grad` later."""
     if queue is None or not queue.is_open:
         return compute()
 
@@ -131,7 +127,7 @@ class _DeferrableLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, queue, float8):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        # Recomputation replaces saved tensors by detached ones, which take no gradient.
+        # Recomputation replaces saved tensors by detached ones, which cannot have a gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.float8 = weight, bias, queue, float8
         return linear(x, weight, bias, float8)
 
@@ -141,10 +137,10 @@ class _DeferrableLinear(torch.autograd.Function):
         (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
 
-        def of_parameters() -> Gradients:
+        def parameter_gradients() -> Gradients:
             of_weight = gradient_or_none(ctx.queue, weight, x, gradient, ctx.float8) if needs_weight else None
             of_bias = gradient.flatten(0, -2).sum(0).to(bias.dtype) if needs_bias else None
             return of_weight, of_bias
 
         of_x = input_gradient(gradient, weight, ctx.float8) if needs_x else None
-        return of_x, *now_or_later(ctx.queue, (weight, bias), of_parameters), None, None
+        return of_x, *now_or_later(ctx.queue, (weight, bias), parameter_gradients), None, None

@@ -1,8 +1,8 @@
-"""Conversations as text and token ids: templates by name, of a tokenizer, or of a file.
+"""Conversations as text and token ids: built-in chat templates, or templates of a tokenizer or a file.
 
-`load_chat_template` gives a `ChatTemplate`, which is all that the rest of the project uses. A template is a Jinja
-program that came with somebody's model, so it runs in a sandbox with a budget (`sandbox.py`); what messages say never
-becomes a special token (`special_tokens.py`).
+`load_chat_template` returns a `ChatTemplate`, the interface of this package. A template is an untrusted Jinja program
+that comes with a model, so it runs in a sandbox with limits (`sandbox.py`); the content of messages never becomes a
+special token (`special_tokens.py`).
 """
 
 from megatron.tokenizers.chat.template import ASSISTANT, ROLES, SYSTEM, USER, ChatTemplate, Message

@@ -1,8 +1,8 @@
-"""The chat templates that are chosen by name, written as Jinja like any other.
+"""The built-in chat templates, as Jinja.
 
-Source: ChatML is OpenAI's (`<|im_start|>role`, `<|im_end|>`), as Qwen's tokenizers write it; llama is Llama 3's header
-format (meta-llama/llama-models `models/llama3/chat_format.py`); dsgpt2 is jisngprk/dsGPT2 `dataset/conv_dataset.py`,
-where nothing comes between the tokens and the texts.
+Source: ChatML is OpenAI's (`<|im_start|>role`, `<|im_end|>`), as in Qwen's tokenizers; llama is Llama 3's header format
+(meta-llama/llama-models `models/llama3/chat_format.py`); dsgpt2 is jisngprk/dsGPT2 `dataset/conv_dataset.py`, with
+nothing between the tokens and the texts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DSGPT2 = """\
     {%- elif message['role'] == 'assistant' %}
         {{- '<sys><s>' + message['content'] + '</s>' }}
     {%- else %}
-        {{- raise_exception('dsgpt2 knows no ' + message['role'] + ' messages, only user and assistant messages') }}
+        {{- raise_exception('dsgpt2 has no ' + message['role'] + ' messages, only user and assistant messages') }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -62,7 +62,7 @@ SOURCES: Mapping[str, str] = types.MappingProxyType(
     {PLAIN: _PLAIN, "chatml": _CHATML, "llama": _LLAMA, "dsgpt2": _DSGPT2}
 )
 
-# Special tokens without which a template by name would be ordinary text, which any message can contain.
+# Special tokens that the vocabulary must have: as ordinary text, any message could contain them.
 NEEDED_TOKENS: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
         PLAIN: (),

@@ -1,12 +1,12 @@
-"""Chat templates as Jinja renders them, and the child process that renders templates of unknown origin.
+"""Rendering of chat templates by Jinja, and the child process that renders untrusted templates.
 
-This file imports Jinja and the standard library only: `sandbox.py` starts it in a clean interpreter, gives it a
-template, and then conversations. Jinja's sandbox keeps a template from Python. What the kernel holds this process to
-(memory, processor time, no files, no processes) bounds everything else, so nothing that a template does is counted.
+This file imports only Jinja and the standard library: `sandbox.py` starts it in a clean interpreter and sends it a
+template, then conversations. Jinja's sandbox isolates a template from Python; kernel limits on this process (memory,
+processor time, no files, no processes) bound everything else.
 
 Messages in both directions are a length in eight bytes and JSON.
 
-Source: the environment is that of Hugging Face's `transformers/utils/chat_template_utils.py`: blocks trimmed on both
+Source: the environment follows Hugging Face's `transformers/utils/chat_template_utils.py`: blocks trimmed on both
 sides, loop controls, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% generation %}`.
 """
 
@@ -41,23 +41,23 @@ _FILTERS = (
 _MARKED = "generation_block"  # a variable, so that a compiled template keeps no state
 _EVERYTHING_ONCE = "{{ '\\u00e9' ~ strftime_now('%A') ~ [none]|tojson(indent=1) ~ missing.part }}"
 
-# Why there is no text: {"refused": by the template}, {"limit": that it reached}, {"failed": what it raised}.
+# {"refused": message of the template}, {"limit": exceeded limit}, or {"failed": exception}
 Failure = dict[str, str]
-# A text of a conversation; where it is a beginning of the first one, only its length.
+# A text of a conversation, or only its length if it is a prefix of the first one.
 Outcome = str | int | Failure
 
 
 class ConversationRefused(Exception):
-    """What a template says through `raise_exception`."""
+    """Raised by a template's `raise_exception`."""
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: marks what the assistant wrote."""
+    """The block `{% generation %} ... {% endgeneration %}`, which marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parses a block into a call of the variable that marks it, with the block as its body."""
+        """Parses a block into a call of the marking variable, with the block as its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = nodes.Call(nodes.Name(_MARKED, "load"), [], [], None, None)
@@ -65,10 +65,7 @@ class _Generation(Extension):
 
 
 class TemplateProgram:
-    """A compiled template; it has no state, so threads may share it.
-
-    Args:
-        source: the template.
+    """A compiled template; stateless, so threads may share it.
 
     Raises:
         jinja2.TemplateError, RecursionError, SyntaxError, ValueError: it cannot be compiled.
@@ -84,7 +81,7 @@ class TemplateProgram:
         environment.filters = {name: environment.filters[name] for name in _FILTERS}
         environment.filters |= {"tojson": _as_json, "safe": str}
         environment.globals = {
-            "range": environment.globals["range"],  # the sandbox's, of a bounded length
+            "range": environment.globals["range"],  # the sandbox's, with bounded length
             "namespace": Namespace,
             "dict": dict,
             "raise_exception": _refuse,
@@ -99,11 +96,11 @@ class TemplateProgram:
         )
 
     def write(self, variables: Mapping[str, Any], now: datetime.datetime, marks: Sequence[str]) -> str:
-        """What the template writes.
+        """Renders the template.
 
         Args:
-            now: the time that `strftime_now` shows.
-            marks: what is written before and after each `{% generation %}` block.
+            now: the time for `strftime_now`.
+            marks: texts before and after each `{% generation %}` block.
         """
 
         def marked(caller: Callable[[], str]) -> str:
@@ -112,16 +109,16 @@ class TemplateProgram:
         return self._template.render({**variables, "strftime_now": now.strftime, _MARKED: marked})
 
     def outcomes(self, job: Mapping[str, Any]) -> list[Outcome]:
-        """The texts that are wanted of a conversation; what the template raises never gets out of here.
+        """Renders the requested texts of a conversation; exceptions of the template become outcomes.
 
         Args:
             job: `sandbox.RenderJob` in JSON.
 
         Raises:
-            MemoryError: there is not enough.
+            MemoryError: out of memory.
         """
         now = datetime.datetime.fromisoformat(job["now"])
-        made: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for count, add_generation_prompt, marks in job["parts"]:
             variables = job["variables"]
             if count is not None:
@@ -129,10 +126,13 @@ class TemplateProgram:
                 variables = {**variables, "messages": cut, "add_generation_prompt": add_generation_prompt}
             outcome = self._outcome(variables, now, marks)
             is_beginning = (
-                made and isinstance(made[0], str) and isinstance(outcome, str) and made[0].startswith(outcome)
+                outcomes
+                and isinstance(outcomes[0], str)
+                and isinstance(outcome, str)
+                and outcomes[0].startswith(outcome)
             )
-            made.append(len(outcome) if is_beginning else outcome)
-        return made
+            outcomes.append(len(outcome) if is_beginning else outcome)
+        return outcomes
 
     def _outcome(self, variables: Mapping[str, Any], now: datetime.datetime, marks: Sequence[str]) -> str | Failure:
         try:
@@ -148,7 +148,7 @@ class TemplateProgram:
 
 
 def compiled(source: str) -> tuple[TemplateProgram | None, dict[str, Any]]:
-    """Compiles a template, and says whether that succeeded."""
+    """Compiles a template; returns the program or None, and a reply with its properties or the error."""
     try:
         program = TemplateProgram(source)
     except jinja2.TemplateError as failure:
@@ -159,27 +159,27 @@ def compiled(source: str) -> tuple[TemplateProgram | None, dict[str, Any]]:
 
 
 def reason(failure: BaseException) -> str:
-    """What went wrong, in a line that is not too long."""
+    """Returns the message of an exception, truncated."""
     if isinstance(failure, RecursionError):
         return "it is nested too deeply"
     return (str(failure) or type(failure).__name__)[:1000]
 
 
 def packed(value: Any) -> bytes:
-    """A message as JSON; texts may hold lone surrogates, as JSON from unknown sources may."""
+    """Encodes a message as JSON; texts may contain lone surrogates."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def unpacked(message: bytes | bytearray) -> Any:
-    """What a message says."""
+    """Decodes a message."""
     return json.loads(message.decode("utf-8", "surrogatepass"))
 
 
 def serve() -> None:
-    """The child process: compiles the template of the first message, then answers batches of conversations.
+    """Runs the child process: compiles the template of the first message, then renders batches of conversations.
 
-    The first message is [seconds, source], every other one a list of [seconds, most bytes of the answer, job].
-    Ends with its input, and also when its parent has ended while a forked process still holds the other end.
+    The first message is [seconds, source], every other one a list of [seconds, maximum bytes of the reply, job].
+    Exits at the end of its input, and when its parent exited while a forked process still holds the other end.
     """
     try:
         _serve(os.getppid())
@@ -188,32 +188,30 @@ def serve() -> None:
 
 
 def _serve(parent: int) -> None:
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends this process
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # terminates this process
     TemplateProgram(_EVERYTHING_ONCE).outcomes(
         {"variables": {}, "now": "2024-07-26", "parts": [[None, None, ["", ""]]]}
     )
-    _give_up_rights()
-    opening = _received(parent)
-    if opening is None:
+    _drop_privileges()
+    first = _received(parent)
+    if first is None:
         return
-    seconds, source = unpacked(opening)
+    seconds, source = unpacked(first)
     with _timed(seconds):
-        program, reply = compiled(source)
-    _send(packed(reply))
+        program, properties = compiled(source)
+    _send(packed(properties))
     while program is not None and (batch := _received(parent)) is not None:
         for seconds, most_bytes, job in unpacked(batch):
             with _timed(seconds):
-                answer = packed(program.outcomes(job))
-            if len(answer) > most_bytes:
-                answer = packed([{"limit": f"it writes more than {most_bytes:,} bytes"}] * len(job["parts"]))
-            _send(answer)
+                reply = packed(program.outcomes(job))
+            if len(reply) > most_bytes:
+                reply = packed([{"limit": f"it renders more than {most_bytes:,} bytes"}] * len(job["parts"]))
+            _send(reply)
 
 
-def _give_up_rights() -> None:
-    """Sets limits that cannot be raised again.
-
-    macOS does not enforce a limit of the address space; there the limit of the data segment is tried.
-    """
+def _drop_privileges() -> None:
+    """Sets limits that cannot be raised again."""
+    # DATA as well: macOS does not enforce a limit of the address space.
     limits = {"AS": MEMORY_BYTES, "DATA": MEMORY_BYTES, "CORE": 0, "FSIZE": 0, "NOFILE": 0, "NPROC": 0}
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
@@ -256,7 +254,7 @@ def _send(message: bytes) -> None:
 
 
 def _refuse(message: str) -> None:
-    """`raise_exception` of templates."""
+    """Implements `raise_exception` of templates."""
     raise ConversationRefused(str(message)[:1000])
 
 
@@ -267,5 +265,5 @@ def _as_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON of a value, as `transformers` writes it."""
+    """Converts a value to JSON like `transformers`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

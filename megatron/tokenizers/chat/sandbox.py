@@ -1,6 +1,6 @@
-"""Chat templates of unknown origin, rendered in a child process that the kernel holds to its limits.
+"""Sandbox for untrusted chat templates, rendered in a child process under kernel limits.
 
-A template that exceeds them costs its child, and the next conversation gets a new one. The project's own templates are
+A child that exceeds its limits is terminated, and the next conversation starts a new one. Built-in templates are
 rendered in this process.
 """
 
@@ -27,11 +27,11 @@ from megatron.tokenizers.chat import rendering
 from megatron.tokenizers.chat.named import SOURCES
 
 MOST_TEMPLATE_BYTES = 128 << 10
-_SECONDS = 0.5  # of computing for a conversation, which takes less than a millisecond
-_SECONDS_PER_PART = 0.005  # more, of one that is written in many parts
-_MORE_SECONDS = 30.0  # a child may take beyond its processor time, on a machine that is busy
-_REPLY_BYTES = 256 << 10  # of all texts of a conversation, and
-_REPLY_BYTES_PER_BYTE = 8  # more for each byte of it
+_SECONDS = 0.5  # processor time for a conversation, which normally takes less than a millisecond
+_SECONDS_PER_PART = 0.005  # additional time for each part
+_MORE_SECONDS = 30.0  # wall-clock time beyond the processor time, for a busy machine
+_REPLY_BYTES = 256 << 10  # for all texts of a conversation
+_REPLY_BYTES_PER_BYTE = 8  # additional bytes for each byte of the conversation
 _START = "import sys; sys.path += sys.argv[1:]; import rendering; rendering.serve()"
 _FOLDERS = tuple(
     str(folder)
@@ -42,17 +42,17 @@ _FOLDERS = tuple(
     )
 )
 
-# A text; how long it is, where it is a beginning of the first text of its conversation; or why there is none.
+# A text, its length if it is a prefix of the conversation's first text, or an error.
 Outcome = str | int | MegatronError
 
 
 class RenderPart(NamedTuple):
-    """One text that is wanted of a conversation.
+    """One text to render of a conversation.
 
     Args:
-        messages: how many of the first ones; None leaves all variables as they are.
+        messages: number of messages; None leaves all variables unchanged.
         add_generation_prompt: the variable of that name.
-        marks: what is written before and after each `{% generation %}` block.
+        marks: texts before and after each `{% generation %}` block.
     """
 
     messages: int | None = None
@@ -61,11 +61,11 @@ class RenderPart(NamedTuple):
 
 
 class RenderJob(NamedTuple):
-    """The texts that are wanted of one conversation.
+    """The texts to render of one conversation.
 
     Args:
-        variables: of the template, as JSON knows them.
-        now: the time that `strftime_now` shows.
+        variables: of the template, JSON-serialisable.
+        now: the time for `strftime_now`.
     """
 
     variables: Mapping[str, Any]
@@ -73,16 +73,16 @@ class RenderJob(NamedTuple):
     parts: Sequence[RenderPart]
 
     def plain(self) -> dict[str, Any]:
-        """What `rendering.py` reads."""
+        """Returns the job as JSON for `rendering.py`."""
         return {"variables": self.variables, "now": self.now.isoformat(), "parts": self.parts}
 
 
 class BoundedTemplate:
-    """A compiled chat template; safe to use from several threads, and in processes that are forked from this one.
+    """A compiled chat template; safe to use from several threads and in forked processes.
 
     Args:
         source: the Jinja program.
-        name: what it is called in errors.
+        name: its name in errors.
 
     Raises:
         ConfigError: it is too long, cannot be compiled, or no process can be started for it.
@@ -93,16 +93,16 @@ class BoundedTemplate:
         size = len(source.encode("utf-8", "surrogatepass"))
         if size > MOST_TEMPLATE_BYTES:
             raise ConfigError(
-                f"{name} holds {size:,} bytes; a chat template may hold {MOST_TEMPLATE_BYTES:,}. Is it the right file?"
+                f"{name} has {size:,} bytes; a chat template may have {MOST_TEMPLATE_BYTES:,}. Is it the right file?"
             )
         self._source = source
         self._program: rendering.TemplateProgram | None = None
-        self._seat = _Seat()
+        self._slot = _ChildSlot()
         reply: Mapping[str, Any]
         if source in SOURCES.values():
             self._program, reply = rendering.compiled(source)
         else:
-            self._seat.child, reply = self._started()
+            self._slot.child, reply = self._started()
         self.has_generation_blocks = reply.get("has_generation_blocks") is True
 
     def render(
@@ -111,16 +111,16 @@ class BoundedTemplate:
         now: datetime.datetime | None = None,
         generation_marks: tuple[str, str] = ("", ""),
     ) -> str:
-        """What the template writes.
+        """Renders the template.
 
         Args:
-            variables: as JSON knows them.
-            now: the time that `strftime_now` shows; the clock's if left out.
-            generation_marks: what is written before and after each `{% generation %}` block.
+            variables: JSON-serialisable.
+            now: the time for `strftime_now`; the current time by default.
+            generation_marks: texts before and after each `{% generation %}` block.
 
         Raises:
             ConfigError: the template fails or exceeds a limit.
-            DataError: it refuses the conversation (`raise_exception`).
+            DataError: it rejects the conversation (`raise_exception`).
         """
         job = RenderJob(variables, now or datetime.datetime.now(), [RenderPart(marks=generation_marks)])
         outcome = self.outcomes([job])[0][0]
@@ -129,62 +129,62 @@ class BoundedTemplate:
         return str(outcome)
 
     def outcomes(self, jobs: Sequence[RenderJob]) -> list[list[Outcome]]:
-        """What the template writes of some conversations; each part has its text, or its error.
+        """Renders conversations; each part has a text or an error.
 
         Raises:
             ConfigError: no process can be started.
         """
         if self._program is not None:
             return [list(map(self._read, self._program.outcomes(job.plain()))) for job in jobs]
-        seat = self._seat
-        if seat.process_id != os.getpid():  # this process was forked: child and lock belong to the one it came from
-            seat = self._seat = _Seat()
-        with seat.lock:
-            return self._ask(seat, jobs)
+        slot = self._slot
+        if slot.process_id != os.getpid():  # this process was forked: child and lock belong to its parent
+            slot = self._slot = _ChildSlot()
+        with slot.lock:
+            return self._render_in_child(slot, jobs)
 
-    def _ask(self, seat: _Seat, jobs: Sequence[RenderJob]) -> list[list[Outcome]]:
+    def _render_in_child(self, slot: _ChildSlot, jobs: Sequence[RenderJob]) -> list[list[Outcome]]:
         messages = [rendering.packed(job.plain()) for job in jobs]
         done: list[list[Outcome]] = []
         while len(done) < len(jobs):
-            if seat.child is None or not seat.child.is_running:
-                seat.child, _ = self._started()
+            if slot.child is None or not slot.child.is_running:
+                slot.child, _ = self._started()
             try:
-                seat.child.send(_batch(jobs[len(done) :], messages[len(done) :]))
+                slot.child.send(_batch(jobs[len(done) :], messages[len(done) :]))
                 while len(done) < len(jobs):
                     job, most_bytes = jobs[len(done)], _most_reply_bytes(len(messages[len(done)]))
-                    done.append(self._checked(seat.child.receive(most_bytes, len(job.parts)), len(job.parts)))
-            except _Ended as failure:
-                seat.child = None
+                    done.append(self._checked(slot.child.receive(most_bytes, len(job.parts)), len(job.parts)))
+            except _ChildExited as failure:
+                slot.child = None
                 done.append([self._exceeded(str(failure))] * len(jobs[len(done)].parts))
         return done
 
     def _started(self) -> tuple[_Child, Mapping[str, Any]]:
-        """A new child that has compiled the template, and its answer."""
+        """Starts a child, which compiles the template, and returns it with its reply."""
         try:
             child = _Child()
             child.send(rendering.packed([_seconds_for(0), self._source]))
             reply = child.receive(_REPLY_BYTES, 0)
         except OSError as failure:
             raise ConfigError(
-                f"{self.name}: the process that renders it cannot be started ({failure.strerror or failure}). Free "
-                "memory or processes, or use a chat template by name, which needs no process of its own."
+                f"{self.name}: its rendering process cannot be started ({failure.strerror or failure}). Free memory or "
+                "processes, or use a built-in chat template, which needs no process."
             ) from None
-        except _Ended as failure:
+        except _ChildExited as failure:
             raise self._exceeded(str(failure)) from None
         if not isinstance(reply, dict) or "unusable" in reply:
             why = printable(reply.get("unusable") if isinstance(reply, dict) else reply, quoted=False)
-            raise ConfigError(f"{self.name} cannot be used as a chat template: {why}. Use another, or one by name.")
+            raise ConfigError(f"{self.name} cannot be used as a chat template: {why}. Use another or a built-in one.")
         if "invalid" in reply:
             line = reply.get("line")
             raise ConfigError(
                 f"{self.name} is not a chat template{f', line {line}' if isinstance(line, int) else ''}: "
-                f"{printable(reply['invalid'], quoted=False)}. Correct it, or name another with --chat-template."
+                f"{printable(reply['invalid'], quoted=False)}. Correct it, or use another with --chat-template."
             )
         return child, reply
 
     def _checked(self, reply: Any, parts: int) -> list[Outcome]:
         if not isinstance(reply, list) or len(reply) != parts:
-            return [self._exceeded("it answers with something other than texts")] * parts
+            return [self._exceeded("its reply is invalid")] * parts
         return list(map(self._read, reply))
 
     def _read(self, outcome: Any) -> Outcome:
@@ -192,20 +192,20 @@ class BoundedTemplate:
             return outcome
         kind, why = next(iter(outcome.items())) if isinstance(outcome, dict) and outcome else ("limit", outcome)
         if kind == "refused":
-            return DataError(f"{self.name} refuses the conversation: {printable(why)}.")
+            return DataError(f"{self.name} rejects the conversation: {printable(why)}.")
         if kind == "failed":
             return ConfigError(
-                f"{self.name} fails on a conversation: {printable(why, quoted=False)}. Correct the template, or name "
+                f"{self.name} fails on a conversation: {printable(why, quoted=False)}. Correct the template, or use "
                 "another with --chat-template."
             )
         return self._exceeded(printable(why, quoted=False))
 
     def _exceeded(self, why: str) -> ConfigError:
-        return ConfigError(f"{self.name}: {why}. Use a chat template that does less, or one by name.")
+        return ConfigError(f"{self.name}: {why}. Use a simpler chat template, or a built-in one.")
 
 
-class _Seat:
-    """Where the child of one process is; a forked process takes a new one."""
+class _ChildSlot:
+    """The child of one process; a forked process gets a new slot."""
 
     def __init__(self) -> None:
         self.process_id = os.getpid()
@@ -213,12 +213,12 @@ class _Seat:
         self.child: _Child | None = None
 
 
-class _Ended(Exception):
-    """A child has ended, or was ended, before it answered."""
+class _ChildExited(Exception):
+    """A child exited or was terminated before its reply."""
 
 
 class _Child:
-    """A clean interpreter that renders one template; it ends with this object, and with this process.
+    """A clean interpreter that renders one template; it exits with this object and this process.
 
     Raises:
         OSError: it cannot be started.
@@ -233,7 +233,7 @@ class _Child:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for this process
+                start_new_session=True,  # Ctrl-C must not reach the child
             )
             undo.pop_all()
         self._socket = ours
@@ -247,17 +247,17 @@ class _Child:
         """Sends a message.
 
         Raises:
-            _Ended: the child did not read it.
+            _ChildExited: the child did not read it.
         """
         with self._ending(0):
             self._socket.settimeout(_MORE_SECONDS)
             self._socket.sendall(len(message).to_bytes(8, "big") + message)
 
     def receive(self, most_bytes: int, parts: int) -> Any:
-        """What the child answers; an answer that is too long is not read.
+        """Receives the child's reply; one that is too long is rejected unread.
 
         Raises:
-            _Ended: the child exceeded a limit, or something else ended it.
+            _ChildExited: the child exceeded a limit or exited for another reason.
         """
         with self._ending(parts):
             self._socket.settimeout(_seconds_for(parts) + _MORE_SECONDS)
@@ -278,22 +278,22 @@ class _Child:
 
     @contextlib.contextmanager
     def _ending(self, parts: int) -> Iterator[None]:
-        """Ends the child when anything goes wrong with it, and says why."""
+        """Terminates the child on any failure, and reports the reason."""
         try:
             yield
         except TimeoutError:
             self._end()
             seconds = _seconds_for(parts) + _MORE_SECONDS
-            raise _Ended(f"the process that renders it does not answer within {seconds:g} seconds") from None
+            raise _ChildExited(f"its rendering process does not reply within {seconds:g} seconds") from None
         except (ValueError, RecursionError):
             self._end()
-            raise _Ended("the process that renders it answers with something other than texts") from None
+            raise _ChildExited("its rendering process sends an invalid reply") from None
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_MORE_SECONDS)
             self._end()
-            raise _Ended(_reason(self._process.returncode, parts)) from None
-        except BaseException:  # such as Ctrl-C: what the child answers belongs to nobody
+            raise _ChildExited(_reason(self._process.returncode, parts)) from None
+        except BaseException:  # such as Ctrl-C: the pending reply is lost
             self._end()
             raise
 
@@ -308,7 +308,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket, process_id
 
 
 def _batch(jobs: Sequence[RenderJob], messages: Sequence[bytes]) -> bytes:
-    """Some jobs in one message, each with its limits."""
+    """Packs jobs into one message, each with its limits."""
     limited = (
         b"[%f,%d,%b]" % (_seconds_for(len(job.parts)), _most_reply_bytes(len(message)), message)
         for job, message in zip(jobs, messages, strict=True)
@@ -326,7 +326,7 @@ def _most_reply_bytes(job_bytes: int) -> int:
 
 def _reason(code: int | None, parts: int) -> str:
     if code == -signal.SIGPROF:
-        return f"it computes for more than {_seconds_for(parts):g} seconds"
+        return f"it takes more than {_seconds_for(parts):g} seconds"
     if code == rendering.OUT_OF_MEMORY:
         return f"it needs more than {rendering.MEMORY_BYTES >> 20} MB of memory"
-    return f"the process that renders it ended with {code}"
+    return f"its rendering process exited with {code}"

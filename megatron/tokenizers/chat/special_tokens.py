@@ -1,47 +1,47 @@
-"""Text with special tokens in it, of which only those that a template wrote are meant as such.
+"""Encoding of rendered conversations, in which only the template's special tokens count as such.
 
-What a message says is guarded before it is rendered: a private character is put into each special token that it spells,
-and between it and its surroundings where the two could spell one together. After rendering, the special tokens that
-are left are the template's own; the private characters are taken out and the text on either side of them is encoded
-by itself.
+The content of messages is guarded before rendering: a private-use character is inserted into each special token that it
+spells, and at its ends if it could spell one together with its surroundings. After rendering, the remaining special
+tokens are the template's; the private-use characters are removed and the text on either side is encoded separately.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from megatron.errors import DataError, printable
 from megatron.tokenizers.tokenizer import Tokenizer
 
-_FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # a plane that Unicode leaves to private use
+_FIRST_PRIVATE, _LAST_PRIVATE = 0xF0000, 0xFFFFD  # Supplementary Private Use Area-A
 
 
 def private_characters(texts: Sequence[str], count: int) -> list[str]:
-    """Some characters for private use that none of the texts contains.
+    """Returns private-use characters that none of the texts contains.
 
     Raises:
-        DataError: they contain all of them.
+        DataError: the texts contain all of them.
     """
-    usual = [chr(_FIRST_PRIVATE + place) for place in range(count)]
-    if not any(one in text for text in texts for one in usual):
+    usual = [chr(_FIRST_PRIVATE + offset) for offset in range(count)]
+    if not any(character in text for text in texts for character in usual):
         return usual
     used = set().union(*texts)
     free = (chr(point) for point in range(_FIRST_PRIVATE, _LAST_PRIVATE + 1) if chr(point) not in used)
-    chosen = [one for one, _ in zip(free, range(count), strict=False)]
-    if len(chosen) < count:
-        raise DataError("A conversation contains every character for private use there is, so it cannot be marked.")
-    return chosen
+    unused = list(itertools.islice(free, count))
+    if len(unused) < count:
+        raise DataError("A conversation contains every private-use character, so it cannot be marked.")
+    return unused
 
 
 class SpecialTokens:
     """The special tokens of a tokenizer, and the encoding of texts that contain them.
 
     Attributes:
-        ids: by what the tokens are written as.
+        ids: by the text of the tokens.
         pattern: matches any of them, the longest first.
-        tails: beginnings that could complete a token, by their first letter.
-        heads: ends that could begin a token, by their last letter.
+        tails: ends of tokens, by their first letter; text that begins with one could complete a token.
+        heads: beginnings of tokens, by their last letter; text that ends with one could begin a token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -54,11 +54,11 @@ class SpecialTokens:
         self.heads = _grouped((head[-1], head) for head, _ in parts)
         self._numbers = frozenset(self.ids.values())
 
-    def pieces(self, text: str, cuts: Iterable[int]) -> Iterator[tuple[int, int, int | None]]:
-        """Divides a rendered text at its special tokens and at some places.
+    def split(self, text: str, cuts: Iterable[int]) -> Iterator[tuple[int, int, int | None]]:
+        """Splits a rendered text at its special tokens and at given positions.
 
         Yields:
-            Where a piece begins and ends, and its id: None if it is no special token, but text to be encoded by itself.
+            start, end, and the id of a special token, or None for text to encode separately.
         """
         edges, position = sorted(cuts), 0
         for match in [*self.pattern.finditer(text), None]:
@@ -72,29 +72,29 @@ class SpecialTokens:
                 position = last
 
     def first_after(self, text: str, position: int, last: int) -> tuple[int, int] | None:
-        """Where the first special token in a part of a text is."""
+        """Returns the range of the first special token in a part of a text."""
         match = self.pattern.search(text, position, last)
         return None if match is None else match.span()
 
     def end_at(self, text: str, position: int) -> int:
-        """Where the special token that begins at a place ends; the place itself if none does."""
+        """Returns the end of the special token at a position, or the position if there is none."""
         match = self.pattern.match(text, position)
         return position if match is None else match.end()
 
     def names(self) -> dict[str, str]:
-        """The texts of the tokens that templates call `bos_token` and `eos_token`, as this tokenizer writes texts."""
+        """Returns the texts of `bos_token` and `eos_token`, as this tokenizer encodes texts."""
         texts = {number: text for text, number in self.ids.items()}
         before = "".join(texts.get(number, "") for number in self.tokenizer.ids_before)
         return {"bos_token": before, "eos_token": texts[self.tokenizer.eod_id]}
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """Ids of text that means no special token, whatever it spells; marks are taken out of it.
+        """Encodes text without special tokens, whatever it spells; marks are removed.
 
         Raises:
-            DataError: the tokenizer makes a special token even of its letters one by one.
+            DataError: the tokenizer produces a special token even for single letters.
         """
         whole = self.tokenizer.encode_bare(text.replace(mark, ""))
-        if self._numbers.isdisjoint(whole):  # as of most tokenizers, which make no special token of any text
+        if self._numbers.isdisjoint(whole):  # most tokenizers produce no special tokens for text
             return whole
         return [number for part in text.split(mark) if part for number in self._encode_part(part)]
 
@@ -105,27 +105,22 @@ class SpecialTokens:
         ids = [number for letter in text for number in self.tokenizer.encode_bare(letter)]
         if not self._numbers.isdisjoint(ids):
             raise DataError(
-                f"The tokenizer {self.tokenizer.name} turns the letters of {printable(text, 60)} into a special token, "
-                "so a message could end itself. Use another tokenizer."
+                f"The tokenizer {self.tokenizer.name} encodes letters of {printable(text, 60)} as a special token, so "
+                "a message could forge its end. Use another tokenizer."
             )
         return ids
 
 
 class Guard:
-    """Keeps the contents of one conversation from spelling special tokens.
-
-    Args:
-        special: the special tokens.
-        contents: what is said in the conversation.
-    """
+    """Prevents the contents of one conversation from spelling special tokens."""
 
     def __init__(self, special: SpecialTokens, contents: Sequence[str]) -> None:
         self._special = special
         self.mark, begin, end = private_characters(contents, 3)
         self.generation_marks = begin, end
 
-    def applied(self, content: str) -> str:
-        """A text with marks in the special tokens that it spells, whole or in part at its ends."""
+    def mark_tokens(self, content: str) -> str:
+        """Inserts marks into the special tokens that a text spells, whole or in part at its ends."""
         guarded = self._special.pattern.sub(lambda match: match[0][:1] + self.mark + match[0][1:], content)
         core = guarded.strip()
         if not core:

@@ -1,4 +1,4 @@
-"""Which chat template: of a name, of a file, or of the tokenizer's own folder."""
+"""Loads a chat template: by name, from a file, or from the tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE_JSON = "chat_template.json"
 _SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MOST_CONFIG_BYTES = 32 << 20  # some list all of their added tokens
+_MOST_CONFIG_BYTES = 32 << 20  # some list all added tokens
 
 
 def load_chat_template(name_or_path: str | None, tokenizer_folder: Path | None) -> ChatTemplate:
-    """The template of a name, of a file, or of the tokenizer.
+    """Loads a chat template.
 
     Args:
         name_or_path: plain, chatml, llama, dsgpt2, a file with a Jinja template, or a tokenizer_config.json; None for
-            the tokenizer's own, and plain where it has none.
-        tokenizer_folder: where the tokenizer's files are; None if they are not in a folder.
+            the tokenizer's template, or plain if it has none.
+        tokenizer_folder: folder of the tokenizer's files, if any.
 
     Raises:
-        ConfigError: there is no such name or file, or what is in it cannot be used.
+        ConfigError: unknown name, missing file, or invalid template.
     """
     tokens = {} if tokenizer_folder is None else _token_texts(tokenizer_folder)
     if name_or_path is not None and name_or_path in SOURCES:
@@ -38,12 +38,12 @@ def load_chat_template(name_or_path: str | None, tokenizer_folder: Path | None) 
         path = Path(name_or_path)
         if not path.is_file():
             raise ConfigError(
-                f"--chat-template {name_or_path} is neither {', '.join(SOURCES)} nor a file. Give one of the names, or "
+                f"--chat-template {name_or_path} is neither {', '.join(SOURCES)} nor a file. Use one of the names, or "
                 "the path of a Jinja template or of a tokenizer_config.json."
             )
         source = _template_of_json(path) if path.suffix == ".json" else _template_text(path)
         if source is None:
-            raise ConfigError(f"--chat-template {name_or_path} has no chat_template in it. Give a file that has one.")
+            raise ConfigError(f"--chat-template {name_or_path} contains no chat_template. Use a file that does.")
         return ChatTemplate(name_or_path, source, tokens or _token_texts(path.parent))
     folders = [] if tokenizer_folder is None else [tokenizer_folder]
     for path in (folder / file for folder in folders for file in (_TEMPLATE_FILE, _TOKENIZER_CONFIG, _TEMPLATE_JSON)):
@@ -55,7 +55,7 @@ def load_chat_template(name_or_path: str | None, tokenizer_folder: Path | None) 
 
 
 def tokenizer_folder(flags: TokenizerFlags) -> Path | None:
-    """The folder of the tokenizer that the flags name, which may hold a chat template; None for a hub name."""
+    """Returns the folder of the tokenizer, which may hold a chat template; None for a Hub name."""
     for value in (flags.tokenizer_name_or_path, flags.vocab_file):
         if value and Path(value).exists():
             return Path(value) if Path(value).is_dir() else Path(value).parent
@@ -71,24 +71,24 @@ def _template_text(path: Path) -> str:
 
 
 def _template_of_json(path: Path) -> str | None:
-    """The template in a tokenizer's JSON file; of several the one that is called default."""
+    """Returns the template in a tokenizer's JSON file; if it has several, the default one."""
     content = _json_of(path)
     template = content.get("chat_template")
     if isinstance(template, list):
-        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
         if template is None:
             raise ConfigError(
-                f"{path} has the chat templates {printable(sorted(map(str, by_name)))}, none of which is called "
-                "default. Write the one you want to a file and give that with --chat-template."
+                f"{path} has the chat templates {printable(sorted(map(str, by_name)))}, but none named default. Write "
+                "the one you want to a file and use that with --chat-template."
             )
     if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{path}: chat_template holds {printable(template)}; it must be a text.")
+        raise ConfigError(f"{path}: chat_template holds {printable(template)}; it must be a string.")
     return template
 
 
 def _token_texts(folder: Path) -> dict[str, str]:
-    """The special tokens that a tokenizer's files name."""
+    """Returns the special tokens declared in a tokenizer's files."""
     texts: dict[str, str] = {}
     for file in (_SPECIAL_TOKENS_MAP, _TOKENIZER_CONFIG):
         path = folder / file
@@ -104,5 +104,5 @@ def _token_texts(folder: Path) -> dict[str, str]:
 def _json_of(path: Path) -> dict[str, Any]:
     content = read_json(str(path), str(path), _MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {printable(content)}; it must hold one JSON object. Fetch the file again.")
+        raise ConfigError(f"{path} holds {printable(content)}; it must hold one JSON object. Download the file again.")
     return content

@@ -1,1 +1,1 @@
-"""The fast encoder of byte-level BPE, its guard of equality with the reference, and texts too long to encode whole."""
+"""The fast encoder of byte-level BPE, its equality check against the reference, and encoding of long texts."""

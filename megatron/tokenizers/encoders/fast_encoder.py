@@ -1,6 +1,6 @@
-"""Encoding by `gigatoken`, where it is checked to give the ids of `tokenizers`.
+"""Encoding by `gigatoken`, checked to give the ids of `tokenizers`.
 
-Its cache of words grows without limit, so the tokenizer inside is replaced when the process has grown too much.
+Its word cache grows without limit, so the wrapped tokenizer is replaced when the process has grown too much.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _PAGE_BYTES = 4096
 _MEMORY_FILE = "/proc/self/statm"
 _DEFAULT_CACHE_BYTES = 96 << 20
 _MANY_TEXTS, _SHORT_TEXT_LETTERS = 4096, 256
-_TEXT_PER_CACHE_RATIO = 8  # where memory cannot be measured: its cache was seen to take up to 8 bytes per byte of text
+_TEXT_PER_CACHE_RATIO = 8  # the cache takes up to 8 bytes per byte of text; used if memory cannot be measured
 
 
 class FastEncoder:
-    """A `gigatoken` tokenizer whose cache is bounded.
+    """A `gigatoken` tokenizer with a bounded cache.
 
     Args:
         description: the contents of a tokenizer.json.
-        cache_bytes: how much the process may grow before the tokenizer inside is replaced (which costs about 0.1 s).
+        cache_bytes: allowed growth of the process before the tokenizer is replaced (which costs about 0.1 s).
     """
 
     def __init__(self, description: str, cache_bytes: int = _DEFAULT_CACHE_BYTES) -> None:
@@ -33,7 +33,7 @@ class FastEncoder:
         self._renew()
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Ids of all texts back to back, and how many belong to each. Uses the calling thread only."""
+        """Returns the concatenated ids of all texts, and the number of ids of each; runs in the calling thread."""
         letters = sum(map(len, texts))
         if len(texts) >= _MANY_TEXTS and letters < _SHORT_TEXT_LETTERS * len(texts):
             ids, lengths = self._encode_batch(texts)
@@ -53,9 +53,7 @@ class FastEncoder:
         return (np.concatenate(rows) if rows else np.empty(0, dtype=np.uint32)), lengths
 
     def _encode_batch(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]:
-        """Takes half the time of one call per text where texts are short; its result loads a package, which takes 0.3 s
-        once.
-        """
+        # Half the time of one call per text for short texts; its result imports a package, which takes 0.3 s once.
         layout = self._library.encode_batch(list(texts), parallel=False).layout
         offsets = np.asarray(layout.offsets.data)
         ids = np.asarray(layout.content.data)[offsets[0] : offsets[-1]]
@@ -77,12 +75,12 @@ class FastEncoder:
 
 
 def fast_encoder(reference: Any) -> tuple[FastEncoder | None, str]:
-    """A fast encoder for the reference tokenizer, or None and the reason.
+    """Returns a fast encoder for the reference tokenizer, or None and the reason.
 
     Args:
         reference: a `tokenizers.Tokenizer`.
     """
-    texts = hard_texts([str(token.content) for token in reference.get_added_tokens_decoder().values()])
+    texts = edge_cases([str(token.content) for token in reference.get_added_tokens_decoder().values()])
     bare = {text: reference.encode(text, add_special_tokens=False).ids for text in texts}
     encoder, reason = agreeing_encoder(reference.to_str(), texts, bare.__getitem__)
     if encoder is not None and reference.post_processor is not None:
@@ -95,19 +93,19 @@ def fast_encoder(reference: Any) -> tuple[FastEncoder | None, str]:
 def agreeing_encoder(
     description: str, texts: Sequence[str], right_ids: Callable[[str], list[int]]
 ) -> tuple[FastEncoder | None, str]:
-    """A fast encoder if it gives the right ids for all texts, else None and the reason.
+    """Returns a fast encoder if it gives the right ids for all texts, else None and the reason.
 
     Args:
         description: the contents of a tokenizer.json.
     """
     try:
-        encoder = without_panics(lambda: FastEncoder(description))
+        encoder = catch_rust_panics(lambda: FastEncoder(description))
     except ImportError:
-        return None, "gigatoken is not installed; pip install gigatoken makes this many times faster"
+        return None, "gigatoken is not installed; pip install gigatoken speeds this up many times"
     except ValueError as failure:
         return None, f"gigatoken does not support this tokenizer: {failure}"
     try:
-        ids, lengths = without_panics(lambda: encoder.encode_flat(texts))
+        ids, lengths = catch_rust_panics(lambda: encoder.encode_flat(texts))
     except ValueError as failure:
         return None, f"gigatoken fails on this tokenizer: {failure}"
     ends = np.cumsum(lengths).tolist()
@@ -117,10 +115,10 @@ def agreeing_encoder(
     return encoder, ""
 
 
-def hard_texts(special_tokens: Sequence[str]) -> list[str]:
-    """Texts on which two different tokenizers are likely to differ: scripts, spaces, runs, special tokens.
+def edge_cases(special_tokens: Sequence[str]) -> list[str]:
+    """Returns texts on which different tokenizers are likely to differ: scripts, spaces, runs, special tokens.
 
-    Deterministic; about 40 KB, so that checking them takes some 30 ms.
+    Deterministic; about 40 KB, which take some 30 ms to check.
     """
     texts = [
         "", " ", "  ", "\n", "\r\n", "\t", "a", " a", "a ", "\x00", "\x7f\x80\xa0\xad",
@@ -152,7 +150,7 @@ def hard_texts(special_tokens: Sequence[str]) -> list[str]:
 
 
 def resident_bytes() -> int | None:
-    """Memory that this process holds now, in bytes; None where the system does not say."""
+    """Returns the resident memory of this process in bytes; None if unknown."""
     try:
         with open(_MEMORY_FILE, "rb") as file:
             return int(file.read().split()[1]) * _PAGE_BYTES
@@ -161,7 +159,7 @@ def resident_bytes() -> int | None:
 
 
 def added_ids(reference: Any) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer's post-processor puts before and after a text."""
+    """Returns the ids that the tokenizer's post-processor adds before and after a text."""
     bare = reference.encode("a", add_special_tokens=False).ids
     full = reference.encode("a").ids
     for start in range(len(full) - len(bare) + 1):
@@ -170,8 +168,8 @@ def added_ids(reference: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def without_panics(load: Callable[[], Any]) -> Any:
-    """Runs code of a Rust library, whose panics are not `Exception`s; anything it raises becomes a `ValueError`."""
+def catch_rust_panics(load: Callable[[], Any]) -> Any:
+    """Calls code of a Rust library and converts panics, which are not `Exception`s, and errors to `ValueError`."""
     try:
         return load()
     except (ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -1,5 +1,6 @@
-"""Texts of many megabytes, encoded piece by piece: a `str` may take four times the bytes of its UTF-8 form, and the
-ids of a whole text four more.
+"""Encoding of texts of many megabytes in chunks.
+
+A `str` may take four times the bytes of its UTF-8 form, and the ids of a whole text four times more.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_PIECE_BYTES = 4 << 20
-_MARK_OF_A_SPACE = "\u2581"  # is one to SentencePiece
-# Split patterns in which a space that follows anything but white space always begins a new match, and which
-# look only forward: GPT-2's own (in `ByteLevel`), and the ones in the tokenizer.json of Llama 3 and Qwen 2.
+_CHUNK_BYTES = 4 << 20
+_SPACE_MARK = "\u2581"  # a space in SentencePiece
+# Split patterns without lookbehind in which a space after non-white space always begins a new match: GPT-2's (in
+# `ByteLevel`), and the ones in the tokenizer.json of Llama 3 and Qwen 2.
 _CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS_SPLIT_BEFORE_SPACES = frozenset(
@@ -23,10 +24,10 @@ _PATTERNS_SPLIT_BEFORE_SPACES = frozenset(
 
 
 class LongText:
-    """A text held as UTF-8, consumed once and freed as it is.
+    """A text held as UTF-8, freed while it is consumed.
 
     Args:
-        utf8: its bytes, valid UTF-8; owned by this object from now on.
+        utf8: valid UTF-8; this object takes ownership.
     """
 
     def __init__(self, utf8: bytearray) -> None:
@@ -36,33 +37,33 @@ class LongText:
         return len(self._utf8)
 
     def whole(self) -> str:
-        """The whole text."""
+        """Returns the remaining text."""
         text = self._utf8.decode()
         self._utf8 = bytearray()
         return text
 
-    def pieces(self, piece_bytes: int = _PIECE_BYTES) -> Iterator[str]:
-        """The text, cut before spaces that follow anything but white space."""
-        while (cut := self._next_cut(piece_bytes)) is not None:
-            piece = self._utf8[:cut].decode()
-            del self._utf8[:cut]  # cheap: only the beginning moves, and memory is given back now and then
-            yield piece
+    def chunks(self, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[str]:
+        """Yields the text, cut before spaces that follow non-white space."""
+        while (cut := self._next_cut(chunk_bytes)) is not None:
+            chunk = self._utf8[:cut].decode()
+            del self._utf8[:cut]  # cheap: only the start moves, and memory is released now and then
+            yield chunk
         yield self.whole()
 
     def _next_cut(self, position: int) -> int | None:
         while (position := self._utf8.find(b" ", position)) >= 0:
             before = self._utf8[max(0, position - 4) : position].decode(errors="ignore")[-1:]
-            if before and not before.isspace() and before != _MARK_OF_A_SPACE:
+            if before and not before.isspace() and before != _SPACE_MARK:
                 return position
             position += 1
         return None
 
 
 def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The ids of a long text, those that `tokenizer.encode_flat` gives for the whole.
+    """Encodes a long text; the ids equal `tokenizer.encode_flat` of the whole.
 
-    Where it is certain that the ids of the pieces are the ids of the whole (see `can_cut_before_spaces`), only the
-    ids and one piece are held in memory.
+    If the ids of chunks are sure to be the ids of the whole (see `can_cut_before_spaces`), only the ids and one chunk
+    are held in memory.
 
     Args:
         tokenizer: a `Tokenizer`.
@@ -70,19 +71,19 @@ def encode_long(tokenizer: Any, text: LongText, dtype: npt.DTypeLike) -> npt.NDA
     """
     if not tokenizer.can_cut_before_spaces:
         return np.asarray(tokenizer.encode_flat([text.whole()])[0].astype(dtype))
-    ids = bytearray()  # grows in place, where an array would be copied
-    pieces = text.pieces()
-    ids += tokenizer.encode_flat([next(pieces)])[0].astype(dtype).data
-    for piece in pieces:
-        ids += tokenizer.encode_rest(piece).astype(dtype).data
+    ids = bytearray()  # grows in place, while an array would be copied
+    chunks = text.chunks()
+    ids += tokenizer.encode_flat([next(chunks)])[0].astype(dtype).data
+    for chunk in chunks:
+        ids += tokenizer.encode_rest(chunk).astype(dtype).data
     return np.frombuffer(ids, dtype)
 
 
 def can_cut_before_spaces(reference: Any) -> bool:
-    """Whether every space after anything but white space is sure to separate the ids before and after it.
+    """Returns True if every space after non-white space is sure to separate the ids before and after it.
 
-    It does where the text is not changed before it is split, the split is known to begin a new piece at such a
-    space, nothing is added at the ends, and no added token holds or swallows a space.
+    This holds if the text is not normalized, the split is known to begin a new match at such a space, nothing is added
+    at the ends, and no added token contains or strips a space.
 
     Args:
         reference: a `tokenizers.Tokenizer`.

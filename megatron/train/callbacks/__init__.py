@@ -1,5 +1,5 @@
-"""What runs do besides training their steps, one callback per file.
+"""The built-in callbacks, one per file.
 
-Every run reports its steps, evaluates and saves. Of the others, which `table.py` lists in the order in which they are
-called, each says from the configuration whether a run has it.
+Every run has step reports, evaluation and saving. The others are listed in `table.py` in the order of their calls; each
+decides by the configuration whether a run needs it.
 """

@@ -1,4 +1,4 @@
-"""What a run shows to those who watch it: events, samples, heartbeats."""
+"""Reports of a run's activity: events, generated samples, heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.train.run import Run
 
 
 class ActivityReports(Callback):
-    """Writes them into the run folder, from rank 0."""
+    """Writes activity files into the run folder, from rank 0."""
 
     def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
@@ -26,7 +26,7 @@ class ActivityReports(Callback):
         watch = self._setup.watch
         if watch.report_folder is not None:
             axes = [(axis.name, axis.size) for axis in run.mesh.sizes]
-            self._activity.open(watch.report_folder, axes, watch.ranks, watch.ask_ranks)
+            self._activity.open(watch.report_folder, axes, watch.ranks, watch.poll_ranks)
         self._until_end.enter_context(self._activity.until_end(lambda: run.progress.step))
 
     def after_save(self, path: Path, mesh: ParallelMesh) -> None:

@@ -1,4 +1,4 @@
-"""Learning from a teacher: opened from a checkpoint of any layout, and released after --kd-iters."""
+"""Knowledge distillation from a teacher, loaded from a checkpoint of any layout and released after --kd-iters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.train.run import Run
 
 
 class Distillation(Callback):
-    """Adds the teacher that the flags name to what the engine learns, until --kd-iters are trained."""
+    """Adds the teacher to the objective until --kd-iters are trained."""
 
     def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
@@ -40,44 +40,46 @@ class Distillation(Callback):
         return cls(setup) if is_on else None
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
-        """Opens the teacher, unless the distillation is over; collective over the mesh.
+        """Loads the teacher, unless the distillation is over; collective over the mesh.
 
         Raises:
             CheckpointError: there is no checkpoint of the teacher, or it was trained with another tokenizer.
-            ConfigError: the teacher does not fit the run, its layout or the flags that describe it.
+            ConfigError: the teacher does not match the run, its layout or the flags that describe it.
         """
-        how, student = self._setup.config.distillation, engine.objective
-        if how.is_over(progress.step) or not isinstance(student, LanguageModelObjective):
+        options, student = self._setup.config.distillation, engine.objective
+        if options.is_over(progress.step) or not isinstance(student, LanguageModelObjective):
             return
         teacher = open_teacher(self._setup.config, engine, self._setup.tokenizer)
-        engine.objective = DistillationObjective(student, teacher, how.kd_alpha_ce, how.kd_beta_ce, how.kd_temp)
+        weights = (options.kd_alpha_ce, options.kd_beta_ce, options.kd_temp)
+        engine.objective = DistillationObjective(student, teacher, *weights)
         self._student = student
 
     def before_step(self, run: Run) -> None:
-        """Frees the teacher once its steps are trained; training continues without it."""
+        """Frees the teacher after its last step; training continues without it."""
         if self._student is not None and run.config.distillation.is_over(run.progress.step):
-            log.info(f"the distillation ends after iteration {run.progress.step}: the labels alone are trained on")
+            log.info(f"distillation ends after iteration {run.progress.step}; training continues on the labels only")
             run.engine.objective, self._student = self._student, None
 
 
 def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Teacher | None:
-    """The teacher, split over the tensor-parallel ranks and the chunks of the engine's pipeline; with DeepSpeed's
-    pipeline as a whole on ranks with the head of the network, and None on others.
+    """Loads the teacher, split over tensor-parallel ranks and the chunks of the pipeline.
+
+    With DeepSpeed's pipeline, ranks with the head have the whole teacher, and others None.
 
     Raises:
-        CheckpointError, ConfigError: as `Distillation.restore`.
+        CheckpointError, ConfigError: see `Distillation.restore`.
     """
     mesh = engine.mesh
     source = Path(str(config.distillation.load_teacher))
     newest = newest_record(source, mesh)
     if newest is None:
         raise CheckpointError(
-            f"there is no checkpoint in {source} (--load-teacher {source}). Give the folder to which the teacher's run "
-            "saved its checkpoints, or one of them."
+            f"no checkpoint in {source} (--load-teacher {source}). Use the folder of the teacher's checkpoints, or one "
+            "of them."
         )
     record = Record.from_json(newest.record, newest.path)
-    made = f"the teacher {newest.path} was trained"
-    check_same_tokenizer(made, record.tokenizer, tokenizer, CheckpointError, ends_matter=False)
+    trained = f"the teacher {newest.path} was trained"
+    check_same_tokenizer(trained, record.tokenizer, tokenizer, CheckpointError, ends_matter=False)
     model = RunConfig.from_json(record.config).model
     problems = list(teacher_problems(model, config, newest.path))
     if problems:
@@ -87,14 +89,14 @@ def open_teacher(config: RunConfig, engine: Engine, tokenizer: Tokenizer) -> Tea
     weights = list(teacher.network.stored_tensors())
     loaded = load_newest(source, lambda: filling_weights(weights), mesh, known=newest, announce=log.info)
     if loaded is None:
-        raise CheckpointError(f"the checkpoint in {source} disappeared while it was being loaded. Start again.")
+        raise CheckpointError(f"the checkpoint in {source} was removed while it was being loaded. Start again.")
     log.info(f"teacher: {loaded.path}, {model.num_layers} layers of width {model.hidden_size}")
     teacher.network.to(engine.steps.dtype)
     return teacher if weights or teacher.chunks is not None else None
 
 
 def teacher_of(model: ModelConfig, engine: Engine) -> Teacher:
-    """A teacher whose weights are still to be loaded; without layers where another rank has them."""
+    """A teacher without loaded weights; without layers on ranks that do not compute it."""
     layers, chunks = network_layers(model, engine.mesh), None
     if engine.passes.placement is not None:
         divided = Chunks.of(layers, engine.passes.placement, engine.mesh.pp.rank, may_be_empty=True)
@@ -112,36 +114,37 @@ def _shown(value: int | tuple[int, ...]) -> str:
 
 
 def teacher_problems(model: ModelConfig, config: RunConfig, path: Path) -> Iterator[str]:
-    """One sentence for each reason why a network cannot teach another.
+    """The reasons why a network cannot be the teacher of a run, one sentence each.
 
     Args:
-        model: the architecture of the teacher, as its checkpoint has it.
+        model: the architecture of the teacher.
         config: the configuration of the run.
-        path: of the checkpoint.
+        path: the teacher's checkpoint.
     """
-    at = f"the teacher {path}"
+    name = f"the teacher {path}"
     if model.bidirectional:
-        yield f"{at} is an encoder, which predicts no next tokens. Give a GPT with --load-teacher."
+        yield f"{name} is an encoder, which does not predict next tokens. Use a GPT as --load-teacher."
     if model.vocab_size != config.model.vocab_size:
         yield (
-            f"{at} has a vocabulary of {model.vocab_size} and this network one of {config.model.vocab_size}: their "
-            f"predictions cannot be compared. Train with --vocab-size {model.vocab_size}, or take another teacher."
+            f"{name} has a vocabulary of {model.vocab_size}, this network of {config.model.vocab_size}: their "
+            f"predictions cannot be compared. Train with --vocab-size {model.vocab_size}, or use another teacher."
         )
     for field, given in config.distillation.teacher_shape.items():
-        held = getattr(model, field)
-        if held != given:
-            name = f"--{field.replace('_', '-')}-teacher"
-            shown, other = _shown(given), _shown(held)
-            yield f"{name} is {shown}, and {at} has {other}. Drop {name}, or give the checkpoint that was meant."
+        actual = getattr(model, field)
+        if actual != given:
+            flag = f"--{field.replace('_', '-')}-teacher"
+            yield (
+                f"{flag} is {_shown(given)}, but {name} has {_shown(actual)}. Drop {flag}, or use the right checkpoint."
+            )
     length = config.parallel.padded_length(config.data.seq_length, causal=not config.model.bidirectional)
     if model.position_embedding_type == LEARNED and model.max_position_embeddings < length:
         shown = f"--seq-length {config.data.seq_length}"
         shown += f", padded to {length}" if length > config.data.seq_length else ""
         yield (
-            f"{at} has {model.max_position_embeddings} positions, which is less than {shown}. Use "
-            f"--seq-length {model.max_position_embeddings}, or a teacher with longer texts."
+            f"{name} has {model.max_position_embeddings} positions, less than {shown}. Use "
+            f"--seq-length {model.max_position_embeddings}, or a teacher with more positions."
         )
     size = config.parallel.tensor_model_parallel_size
     heads = heads_problems(model.num_attention_heads, size * config.parallel.ulysses_size)
     for problem in (*heads, *widths_problems(model.widths, size)):
-        yield f"{at} cannot be split as this run is: {problem}"
+        yield f"{name} cannot be split like this run: {problem}"

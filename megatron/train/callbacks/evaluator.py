@@ -1,4 +1,4 @@
-"""Validation and test losses: what the network being trained gives for data that were held out.
+"""Evaluation: validation and test losses.
 
 Every evaluation uses the same first samples, weights losses by tokens, and leaves the training state unchanged.
 """
@@ -18,11 +18,11 @@ from megatron.train.steps import TrainedStep
 
 
 class Evaluator(Callback):
-    """Evaluates a run when that is due, and remembers the results of its last evaluation.
+    """Evaluates a run when due, and stores the result of the last evaluation.
 
     Args:
-        followers: what follows each evaluation.
-        reports: reports all steps before an evaluation.
+        followers: callbacks called after each evaluation.
+        reports: flushed before an evaluation.
     """
 
     def __init__(self, followers: Callback, reports: StepReports) -> None:
@@ -39,7 +39,7 @@ class Evaluator(Callback):
             self.evaluate(run, f"iteration {run.progress.step}")
 
     def finished(self, run: Run) -> None:
-        """Evaluates both splits; of a trained run the validation split only if its last epoch did not end with that.
+        """Evaluates both splits; skips validation if the last epoch ended with one.
 
         Raises:
             DataError: the run only evaluates, and no evaluation has a loss.
@@ -56,12 +56,11 @@ class Evaluator(Callback):
             raise DataError(f"nothing was evaluated: no token of the samples counts in the loss. {EMPTY_ADVICE}")
 
     def evaluate(self, run: Run, prefix: str, *, split: str = "valid") -> Mapping[str, float | None]:
-        """Evaluates every named group of a split and reports its loss. Where means of the weights are kept, they are
-        evaluated.
+        """Evaluates every named group of a split, with averaged weights if there are any, and reports the losses.
 
         Args:
             run: its progress and data position do not change.
-            prefix, split: as in `Evaluation`.
+            prefix, split: see `Evaluation`.
 
         Returns:
             the losses of the `Evaluation`.
@@ -73,7 +72,7 @@ class Evaluator(Callback):
         losses: dict[str, float | None] = {}
         for name, dataset in run.data.evaluation_datasets(split).items():
             count = run.data.evaluation_samples(split, name)
-            if count == 0:  # a resumed plan may hold samples that --eval-iters 0 does not ask for
+            if count == 0:  # --eval-iters 0 with the data plan of a resumed run
                 continue
             run.watch.enter("evaluation", run.progress.step)
             log.set_activity(f"evaluating the {name} data after step {run.progress.step}")
@@ -82,21 +81,21 @@ class Evaluator(Callback):
             if losses[name] is None:
                 self._warn_of_empty(run, split, name, count)
         self._followers.at_evaluation(run, Evaluation(split, prefix, losses))
-        known = [loss for loss in losses.values() if loss is not None]
-        if known and split == "valid":
-            self._validated_step, self._validation_loss = run.progress.step, math.fsum(known) / len(known)
+        counted = [loss for loss in losses.values() if loss is not None]
+        if counted and split == "valid":
+            self._validated_step, self._validation_loss = run.progress.step, math.fsum(counted) / len(counted)
         return losses
 
     def has_validated(self, step: int) -> bool:
-        """Whether the last validation that had a loss was after this step."""
+        """True if the last validation with a loss was after this step."""
         return self._validated_step == step
 
     def validation_loss(self, step: int) -> float | None:
-        """The mean over the groups after a step; None if it was not evaluated there, or is not finite."""
+        """The mean loss over the groups after a step; None if not evaluated at this step, or not finite."""
         return self._validation_loss if self.has_validated(step) and math.isfinite(self._validation_loss) else None
 
     def _warn_of_empty(self, run: Run, split: str, name: str, count: int) -> None:
-        """Warns that an evaluation has no loss, once for each group."""
+        """Warns once per group that an evaluation has no loss."""
         if (split, name) in self._empty:
             return
         self._empty.add((split, name))
@@ -108,9 +107,7 @@ class Evaluator(Callback):
 
 
 def mean_loss(run: Run, dataset: SampleDataset, count: int) -> float | None:
-    """Mean loss per counted token over the first `count` samples, None if no token counts; the last global batch may be
-    incomplete.
-    """
+    """Mean loss per counted token over the first `count` samples; None if no token counts."""
     loss_sum, token_count = 0.0, 0.0
     batch_size = run.config.optim.global_batch_size
     with run.data.loader(dataset) as loader:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of the steps: it runs at chosen steps, on all ranks alike."""
+"""Python's garbage collection at the same steps on all ranks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from megatron.train.steps import TrainedStep
 
 
 class GarbageCollection(Callback):
-    """Collects every so many steps and after an evaluation, and never in between.
+    """Runs the garbage collector at an interval and after evaluations, and disables it in between.
 
-    The collector would otherwise stop one rank in one step and another in the next, while the others wait for it. The
-    objects that exist when training begins are not looked at again.
+    Otherwise the collector would pause a different rank in each step, and all others would wait. Objects that exist
+    when training starts are frozen.
     """
 
     def __init__(self, interval_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Callbacks that guard the numerics of a run: batches that are skipped, spikes, and replicas that must stay equal."""
+"""Callbacks that guard the numerics of a run: skipped batches, loss spikes, consistency of replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.train.steps import TrainedStep
 
 
 class SkippedRanges(Callback):
-    """Skips the data of the ranges without training on them."""
+    """Skips the data of --skip-train-iteration-range."""
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Callback | None:
@@ -32,39 +32,39 @@ class SkippedRanges(Callback):
 
 
 class SkippedBatches(Callback):
-    """Skips the batches; as with a range that is skipped, the step is then taken on the batch after them.
+    """Skips batches on which earlier starts failed; the step is taken on the next batch.
 
     Args:
-        steps: the steps before which a batch is passed over; a step may be listed several times.
+        steps: the steps before which a batch is skipped; repeat a step to skip several.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:
         self._steps = tuple(steps)
-        self._passed: list[Mapping[str, int]] = []
+        self._skipped: list[Mapping[str, int]] = []
 
     @classmethod
     def of(cls, setup: CallbackSetup) -> Callback | None:
-        return cls(setup.passes)
+        return cls(setup.batch_skips)
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
-        self._passed = [] if record is None else list(record.passed_batches)
+        self._skipped = [] if record is None else list(record.passed_batches)
 
     def before_step(self, run: Run) -> None:
-        step, passed = run.progress.step + 1, []
+        step, skipped = run.progress.step + 1, []
         for _ in range(self._steps.count(step)):
             first = run.progress.consumed_samples
             run.skip_batches(1)
-            passed.append({"step": step, "first_sample": first, "last_sample": run.progress.consumed_samples - 1})
-        for batch in passed:
-            self._passed.append(batch)
-            run.report.passed(run.progress, batch, len(self._passed))
+            skipped.append({"step": step, "first_sample": first, "last_sample": run.progress.consumed_samples - 1})
+        for batch in skipped:
+            self._skipped.append(batch)
+            run.report.skipped_batch(run.progress, batch, len(self._skipped))
 
     def state(self, run: Run) -> Mapping[str, Any]:
-        return {"passed_batches": tuple(self._passed)}
+        return {"passed_batches": tuple(self._skipped)}
 
 
 class Spikes(Callback):
-    """Makes a resumed run skip the steps that an uninterrupted run would skip."""
+    """Saves the statistics of spike detection, so that a resumed run skips the same steps."""
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
         if record is not None:
@@ -78,7 +78,7 @@ _DESCRIBED = 5
 
 
 class ReplicaCheck(Callback):
-    """Checks that all ranks hold the same values, at an interval and before they are saved.
+    """Checks that replicated values are equal on all ranks, at an interval and before each save.
 
     Args:
         interval: in steps; None to check before saves only.
@@ -97,26 +97,26 @@ class ReplicaCheck(Callback):
             check_replicas(run)
 
     def before_save(self, run: Run) -> None:
-        if not run.is_due(self._interval):  # if it is due, they were checked after this step already
+        if not run.is_due(self._interval):  # else checked after this step already
             check_replicas(run)
 
 
 def check_replicas(run: Run) -> None:
-    """Checks that all ranks hold the same values wherever they hold copies; collective over the mesh.
+    """Checks that replicated values are equal on all ranks; collective over the mesh.
 
     Raises:
-        NumericsError: they do not.
+        NumericsError: they are not.
     """
     differences = find_differences(run.engine)
     if differences:
         raise NumericsError(
             f"iteration {run.progress.step}: copies of the same values differ between ranks. {_listed(differences)}. "
-            f"They were not saved; earlier checkpoints are intact: run the same command again. If it happens again, a "
+            f"Nothing was saved; earlier checkpoints are intact: run the same command again. If it happens again, a "
             f"device or its memory is faulty: exclude the machine whose rank differs. --check-replicas-interval 0 "
-            f"turns this check off."
+            f"disables this check."
         )
 
 
 def _listed(texts: list[str]) -> str:
-    left = len(texts) - _DESCRIBED
-    return "; ".join(texts[:_DESCRIBED]) + (f"; and {left} more" if left > 0 else "")
+    more = len(texts) - _DESCRIBED
+    return "; ".join(texts[:_DESCRIBED]) + (f"; and {more} more" if more > 0 else "")

@@ -13,7 +13,7 @@ from megatron.train.steps import TrainedStep
 
 
 class Profiling(Callback):
-    """Profiles the steps that the flags name, on the ranks that they name."""
+    """Profiles the selected steps on the selected ranks."""
 
     def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup

@@ -1,4 +1,4 @@
-"""What follows a saved checkpoint: its link, its copy in a second folder, and the deletion of older ones."""
+"""Actions after a save: links, copies in a second folder, deletion of old checkpoints."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from megatron.train.callback import Callback, CallbackSetup
 
 
 class Retention(Callback):
-    """Links, copies and deletes checkpoints as the flags of a run say.
-
-    Nothing that fails here harms the checkpoint that was saved: it is a warning.
+    """Links, copies and deletes checkpoints according to the flags; failures are warnings.
 
     Args:
-        beat: called while a copy advances.
+        beat: called while a copy makes progress.
     """
 
     def __init__(self, saving: SavingConfig, beat: Callable[[], None]) -> None:
         self._secondary = None if saving.save_secondary is None else Path(saving.save_secondary)
-        self._retention: Pruner | None = None
-        self._secondary_retention: Pruner | None = None
+        self._pruner: Pruner | None = None
+        self._secondary_pruner: Pruner | None = None
         self._nodes: Nodes | None = None
         self._saving = saving
         self._storage = DISK
@@ -45,20 +43,19 @@ class Retention(Callback):
         return cls(setup.config.saving, lambda: setup.watch.beat("save"))
 
     def restore(self, engine: Engine, progress: Progress, record: Record | None) -> None:
-        """Counts the step that the run continues from among those that were saved."""
         rules, resumed_step = RetentionRules.of(self._saving), None if record is None else progress.step
         if rules is not None:
-            self._retention = Pruner(rules, self._storage, resumed_step)
-            self._secondary_retention = Pruner(rules, self._storage, resumed_step)
+            self._pruner = Pruner(rules, self._storage, resumed_step)
+            self._secondary_pruner = Pruner(rules, self._storage, resumed_step)
 
     def after_save(self, path: Path, mesh: ParallelMesh) -> None:
-        """Handles the checkpoint that was just committed; collective over `mesh.control`."""
+        """Links, copies and prunes; collective over `mesh.control`."""
         if mesh.control.rank == 0:
             self._link(path)
         if self._secondary is not None:
             self._copy(path, self._secondary, mesh)
-        if mesh.control.rank == 0 and self._retention is not None:
-            self._retention.apply(path)
+        if mesh.control.rank == 0 and self._pruner is not None:
+            self._pruner.apply(path)
 
     def _link(self, path: Path) -> None:
         if self._saving.checkpoint_link is None:
@@ -66,7 +63,7 @@ class Retention(Callback):
         try:
             record = Record.from_json(read_record(path), path)
         except (CheckpointError, StorageError) as failure:
-            log.warning(f"{path} cannot be linked (--checkpoint-link), because it cannot be read: {failure}")
+            log.warning(f"no link to {path} (--checkpoint-link), because it cannot be read: {failure}")
             return
         epoch = record.data_plan.epoch_of(record.progress.consumed_samples)
         name = self._saving.link_name(epoch, record.progress.step)
@@ -81,7 +78,7 @@ class Retention(Callback):
             if mesh.control.rank == 0:
                 later = f" To copy it later: tools/checkpoints.py copy {path.parent} {directory}"
                 log.warning(
-                    f"--save-secondary {directory} has no copy of {path.name}: {failure}"
+                    f"{path.name} was not copied to --save-secondary {directory}: {failure}"
                     + ("" if self._saving.save_secondary_per_node else later)
                 )
 
@@ -90,11 +87,11 @@ class Retention(Callback):
         copy_to_nodes(path, directory, mesh, self._nodes, storage=self._storage, beat=self._beat)
 
     def _copy_whole(self, path: Path, directory: Path, mesh: ParallelMesh) -> None:
-        """Copies to one folder; meanwhile no tool may clean it up."""
-        # A store has no lock that ends with its holder: there each run has its own prefix.
+        """Copies to one folder, which is locked meanwhile."""
+        # A store has no lock that ends with its holder; each run has its own prefix there.
         with contextlib.nullcontext() if is_address(directory) else CheckpointLock(directory, mesh):
             copy = copy_checkpoint(
                 path, directory, mesh, flag="--save-secondary", replaces=True, storage=self._storage, beat=self._beat
             )
-            if mesh.control.rank == 0 and self._secondary_retention is not None and copy is not None:
-                self._secondary_retention.apply(copy)
+            if mesh.control.rank == 0 and self._secondary_pruner is not None and copy is not None:
+                self._secondary_pruner.apply(copy)

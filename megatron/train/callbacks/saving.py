@@ -34,17 +34,17 @@ from megatron.train.run import Run
 from megatron.train.steps import TrainedStep
 from megatron.train.stop import StopVerdict
 
-# Entries of callbacks that are not under `parts`, because older versions look for them elsewhere.
+# Entries of callbacks that are not under `parts`, for compatibility with older versions.
 _RECORD_FIELDS_OF_CALLBACKS = ("recent", "passed_batches")
 
 
 def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) -> BackgroundWriter | None:
-    """The writer that saves a run in the background; None for a run that saves synchronously or not at all; collective.
+    """The writer for background saves; None for a run that saves synchronously or not at all; collective.
 
-    Unless the user asked for it, a run saves synchronously where memory is short.
+    If a copy of the state does not fit into host memory, a run without an explicit --async-save saves synchronously.
 
     Raises:
-        ConfigError: the user did, and a copy of the state does not fit into host memory.
+        ConfigError: --async-save is given, and a copy of the state does not fit into host memory.
     """
     saving = config.saving
     if saving.save is None or config.evaluation.eval_only or not saving.async_save:
@@ -58,42 +58,41 @@ def open_writer(config: RunConfig, engine: Engine, lock: CheckpointLock | None) 
     if problem is not None:
         if config.was_given("saving.async_save"):
             raise ConfigError(
-                f"--async-save: {problem}. Give --no-async-save, start fewer ranks on a machine, or use machines with "
-                "more memory."
+                f"--async-save: {problem}. Use --no-async-save, fewer ranks per machine, or machines with more memory."
             )
         if engine.mesh.control.rank == 0:
-            log.warning(f"{problem}: each save will hold up training until it is written, as with --no-async-save.")
+            log.warning(f"{problem}: saves will be synchronous, as with --no-async-save.")
         return None
     engine.before_update(writer.wait_for_copy)
     return writer
 
 
 def _reserve(writer: BackgroundWriter, size_bytes: int, mesh: ParallelMesh) -> str | None:
-    """Allocates the memory for the copies of this rank; returns why some rank did not get it, if so; collective."""
+    """Allocates host memory for this rank's copies; returns the failure of any rank; collective."""
     try:
         writer.reserve(size_bytes)
         refused = ""
     except MemoryError as failure:
         refused = str(failure)
-    answers: list[str] = all_gather_json(refused, mesh.control)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(answers) if text), None)
+    failures: list[str] = all_gather_json(refused, mesh.control)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text), None)
 
 
 class Saving(Callback):
-    """Saves a run when that is due and after its last step, and notes what became of it.
+    """Saves a run when due and after its last step.
 
     Args:
-        identity: which run the checkpoints belong to.
-        followers: what is told of each save, and adds to the record.
-        reports: reports all steps before a save.
-        evaluator: knows the validation loss of the step that is saved.
+        identity: the run that the checkpoints belong to.
+        followers: callbacks notified of each save, which add to the record.
+        reports: flushed before a save.
+        evaluator: provides the validation loss of the saved step.
         lock: of the folder.
-        writer: saves in the background; None if each save holds up training until it is written.
-        saved_step: step of the last checkpoint that is committed.
+        writer: for background saves; None for synchronous saves.
+        saved_step: step of the last committed checkpoint.
 
     Attributes:
         failed: consecutive failures of the file system.
-        failure: why no more checkpoints can be saved in the background; this rank may know before others do.
+        failure: the error that ends background saves; may be set on this rank before others.
     """
 
     def __init__(
@@ -121,12 +120,12 @@ class Saving(Callback):
         writer = self.writer
         if writer is not None:
             writer.after_commit, writer.beat = self._followers.after_save, lambda: run.watch.beat("save")
-            run.watch.writes_beside = lambda: writer.is_writing
+            run.watch.has_background_save = lambda: writer.is_writing
 
     def after_step(self, run: Run, step: TrainedStep) -> None:
         saving = run.config.saving
         self._is_due |= run.is_due(saving.save_interval) or (step.ends_epoch and saving.save_each_epoch)
-        # Not after a bad step: if the weights themselves are to blame, the last good checkpoint stays the newest.
+        # Not after a bad step: if the weights are the cause, the last good checkpoint must stay the newest.
         if self._is_due and not run.engine.gate.in_bad_streak:
             self._is_due = False
             self._reports.flush(run)
@@ -139,24 +138,24 @@ class Saving(Callback):
         """Saves the last step.
 
         Raises:
-            MegatronError: it cannot be saved, or the run ends because saving in the background became impossible.
+            MegatronError: it cannot be saved, or background saves have failed.
         """
         if run.stopping.verdict is StopVerdict.FAILED_SAVE:
             run_on_all(run.mesh, lambda: self._wait_for_writer(run))
         self.save(run, must_succeed=True)
 
     def save(self, run: Run, *, must_succeed: bool = False) -> None:
-        """Saves the run at its current step, unless `--save` is not given or that step has been saved; collective.
+        """Saves the current step, unless --save is not given or the step was saved already; collective.
 
-        A save in the background only begins here, after the one before it has ended.
+        A background save only starts here, after the previous one has ended.
 
         Args:
-            must_succeed: save at once, and raise the first storage failure. Otherwise a failed save is reported, and
-                training continues until --max-failed-saves in a row have failed.
+            must_succeed: save synchronously, and raise on a storage failure. Otherwise training continues until
+                --max-failed-saves consecutive saves have failed.
 
         Raises:
             StorageError: the file system failed; earlier checkpoints are intact.
-            MegatronError: a callback refuses, or an earlier save in the background failed for another reason.
+            MegatronError: a callback refuses, or an earlier background save failed for another reason.
         """
         run.watch.enter("save", run.progress.step)
         if run.config.saving.save is None:
@@ -167,26 +166,25 @@ class Saving(Callback):
             if self.saved_step != run.progress.step:
                 self._save_at_once(run, must_succeed=must_succeed)
             return
-        began_at, waited_seconds = time.monotonic(), writer.stall_seconds
+        started_at, waited_seconds = time.monotonic(), writer.stall_seconds
         record = run_on_all(run.mesh, lambda: self._record_to_save(run, must_succeed=must_succeed))
         if record is not None:
             self._followers.before_save(run)
             writer.start_save(run.progress.step, _pieces(run), record)
         elif self.saved_step != run.progress.step:
             self._save_at_once(run, must_succeed=True)
-        writer.stall_seconds = waited_seconds + time.monotonic() - began_at
+        writer.stall_seconds = waited_seconds + time.monotonic() - started_at
 
     def note_outcome(self, run: Run) -> None:
-        """Notes how the save in the background ended, if it ended since the last call; not collective.
+        """Processes the outcome of a background save that ended since the last call; not collective.
 
-        A storage failure is reported; after the last one that is tolerated in a row, or any other failure, the run must
-        stop, see `Stopping.decide`.
+        A storage failure is reported; after too many, or any other failure, the run must stop, see `Stopping.decide`.
         """
         outcome = None if self.writer is None else self.writer.take_outcome()
         if outcome is None:
             return
         log.debug(
-            f"the save of iteration {outcome.step} took {outcome.seconds:.2f} s in the background; saves have held up "
+            f"the save of iteration {outcome.step} took {outcome.seconds:.2f} s in the background; saves have stalled "
             f"training for {self.writer.stall_seconds if self.writer else 0.0:.3f} s so far"
         )
         if outcome.failure is None:
@@ -197,22 +195,21 @@ class Saving(Callback):
             self.failure = outcome.failure
 
     def _record_to_save(self, run: Run, *, must_succeed: bool) -> dict[str, Any] | None:
-        """Waits for the save that is being written; then makes the record of the next one, unless that is to be made at
-        once, or there is none to make.
+        """Waits for the save in progress; returns the record for a background save, None if none is needed.
 
         Raises:
-            MegatronError: saving in the background has failed, and not for a reason that the next attempt may overcome.
+            MegatronError: background saves have failed, and the next attempt cannot succeed.
         """
-        self._wait_for_writer(run, may_try_again=must_succeed)
+        self._wait_for_writer(run, may_retry=must_succeed)
         if must_succeed or self.saved_step == run.progress.step:
             return None
         return self.record(run).to_json()
 
-    def _wait_for_writer(self, run: Run, *, may_try_again: bool = False) -> None:
+    def _wait_for_writer(self, run: Run, *, may_retry: bool = False) -> None:
         if self.writer is not None:
             self.writer.wait()
         self.note_outcome(run)
-        if self.failure is not None and not (may_try_again and isinstance(self.failure, StorageError)):
+        if self.failure is not None and not (may_retry and isinstance(self.failure, StorageError)):
             raise self.failure
 
     def _save_at_once(self, run: Run, *, must_succeed: bool) -> None:
@@ -232,9 +229,9 @@ class Saving(Callback):
         self.saved_step = run.progress.step
 
     def _noted(self, run: Run, step: int, failure: StorageError, *, must_succeed: bool = False) -> StorageError | None:
-        """Records a save that the file system refused; the error that ends the run, or None if training continues.
+        """Records a failed save; returns the error that ends the run, or None if training continues.
 
-        All ranks take the same decision, since a save fails on all of them.
+        The decision is the same on all ranks, since a save fails on all of them.
         """
         self.failed += 1
         run.report.failed_save(run.progress, step, str(failure), self.failed)
@@ -242,18 +239,18 @@ class Saving(Callback):
         saving = run.config.saving
         if must_succeed:
             return failure
-        left = saving.tolerated_failures - self.failed
-        if left < 0 and saving.exit_on_failed_save:
-            return StorageError(f"{failure} The run ends because --exit-on-failed-save is given.")
-        if left < 0:
+        remaining = saving.tolerated_failures - self.failed
+        if remaining < 0 and saving.exit_on_failed_save:
+            return StorageError(f"{failure} The run ends because of --exit-on-failed-save.")
+        if remaining < 0:
             return StorageError(
-                f"{failure} The run ends because {self.failed} saves in a row failed (--max-failed-saves "
+                f"{failure} The run ends because {self.failed} consecutive saves failed (--max-failed-saves "
                 f"{saving.max_failed_saves})."
             )
         if run.mesh.control.rank == 0:
             log.warning(
-                f"the checkpoint of iteration {step} was not saved: {failure} Training continues; the next attempt to "
-                f"save is at the next --save-interval. The run ends if {left + 1} more in a row fail "
+                f"the checkpoint of iteration {step} was not saved: {failure} Training continues; the next attempt is "
+                f"at the next --save-interval. The run ends if {remaining + 1} more consecutive saves fail "
                 f"(--max-failed-saves {saving.max_failed_saves})."
             )
         return None

@@ -1,4 +1,4 @@
-"""The record of this start of the run, by which later starts decide whether they may begin."""
+"""The record of this start of the run in the restart history."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron.train.run import Run
 
 
 class StartRecord(Callback):
-    """Writes the step of the run, and its regular end, into the history. Errors are recorded by its `recording`."""
+    """Records the current step and a regular end. Errors are recorded by `RestartHistory.recording`."""
 
     def __init__(self, history: RestartHistory) -> None:
         self._history = history

@@ -1,4 +1,4 @@
-"""Reports the steps of a run in order, and ends the run when their numbers can no longer be trusted."""
+"""Reports the steps of a run in order, and ends the run when training diverges."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megatron.train.steps import TrainedStep
 from megatron.train.stop import StopVerdict
 
 EMPTY_ADVICE = (
-    "Look at the samples (tools/sample_idxs_to_text.py), and at the labels that --loss-on-targets-only and "
-    "--eod-mask-loss leave."
+    "Check the samples (tools/sample_idxs_to_text.py), and the labels that --loss-on-targets-only and --eod-mask-loss "
+    "leave."
 )
 
 
 class StepReports(Callback):
-    """Reports and checks the trained steps of a run, in order.
+    """Reports and checks the steps of a run, in order.
 
-    On a GPU the metrics of the last step may still be pending while the next one is trained (`steps_in_flight` of
-    `Stopping`); before an evaluation, a save and the end, all are reported.
+    On a GPU the metrics of the last step may be pending while the next one is trained (`Stopping.steps_in_flight`);
+    `flush` reports all steps before an evaluation, a save and the end.
     """
 
     def __init__(self) -> None:
         self._trained: deque[TrainedStep] = deque()
         self._reported = 0
         self._empty = 0
-        self._overflows_at_least = 0
+        self._overflows_at_minimum = 0
 
     def after_step(self, run: Run, step: TrainedStep) -> None:
-        """Takes a step, and reports those before it whose metrics have arrived.
+        """Adds a step, and reports earlier steps whose metrics have arrived.
 
         Raises:
-            NumericsError: as `flush`.
+            NumericsError: see `flush`.
         """
         if step.ends_epoch:
             _log_epoch(run)
@@ -53,30 +53,29 @@ class StepReports(Callback):
         """Reports all steps.
 
         Raises:
-            NumericsError: more than --max-bad-steps consecutive steps were not applied, or gradients of fp16 overflow
-                with a loss scale that cannot fall.
+            NumericsError: more than --max-bad-steps consecutive updates were skipped, or fp16 gradients overflow with
+                the minimum loss scale.
         """
         self._report(run, 0)
 
     def trained(self, run: Run) -> None:
-        """Reports all steps; checks that the weights were updated if no token counted in any step of this start.
+        """Reports all steps.
 
         Raises:
-            DataError: they were not.
-            NumericsError: as `flush`.
+            DataError: no token counted in any step, and the weights were never updated.
+            NumericsError: see `flush`.
         """
         self.flush(run)
         is_whole = run.stopping.verdict is StopVerdict.CONTINUE
         if is_whole and self._reported and self._empty == self._reported and run.engine.update_count == 0:
             raise DataError(
-                f"nothing was trained: in none of the {self._empty} steps does a token count in the loss. "
-                f"{EMPTY_ADVICE}"
+                f"nothing was trained: no token counts in the loss in any of the {self._empty} steps. {EMPTY_ADVICE}"
             )
 
     def _report(self, run: Run, keep: int) -> None:
         while len(self._trained) > keep:
             step = self._trained.popleft()
-            metrics = [*_waits(step, has_stages=run.mesh.pp.size > 1)]
+            metrics = [*_step_timings(step, has_stages=run.mesh.pp.size > 1)]
             if step.weight_norms is not None:
                 metrics += norm_metrics(run.engine.layer_names, step.weight_norms)
             run.report.step(step.progress, step.result, step.learning_rate, step.seconds, metrics)
@@ -86,26 +85,26 @@ class StepReports(Callback):
             self._count(run, step.progress, step.result)
 
     def _check_scale(self, run: Run, progress: Progress, result: StepResult) -> None:
-        """Ends a run in fp16 whose gradients overflow with a loss scale that cannot fall, or not any more."""
+        """Ends an fp16 run whose gradients overflow with a constant or minimum loss scale."""
         if not result.skipped:
-            self._overflows_at_least = 0
+            self._overflows_at_minimum = 0
             return
         precision = run.config.precision
-        scale, way_out = "constant loss scale, {:g} (--loss-scale)", "without --loss-scale, so that it falls"
+        scale, advice = "constant loss scale, {:g} (--loss-scale)", "without --loss-scale, for a dynamic one"
         if precision.loss_scale is None:
-            scale, way_out = "least loss scale, {:g} (--min-loss-scale)", "with a lower --lr or a longer warm-up"
+            scale, advice = "minimum loss scale, {:g} (--min-loss-scale)", "with a lower --lr or a longer warm-up"
         is_least = precision.loss_scale is not None or result.loss_scale <= precision.min_loss_scale
-        self._overflows_at_least += int(is_least)
-        if self._overflows_at_least > max(precision.hysteresis, run.config.safety.max_bad_steps):
+        self._overflows_at_minimum += int(is_least)
+        if self._overflows_at_minimum > max(precision.hysteresis, run.config.safety.max_bad_steps):
             raise NumericsError(
                 f"iteration {progress.step}: gradients overflow in float16 with the {scale.format(result.loss_scale)}, "
-                f"{self._overflows_at_least} times in a row. The last checkpoint is intact. Resume from it {way_out}, "
+                f"{self._overflows_at_minimum} times in a row. The last checkpoint is intact. Resume from it {advice}, "
                 "or train with --bf16.",
                 step=progress.step,
             )
 
     def _count(self, run: Run, progress: Progress, result: StepResult) -> None:
-        """Counts the steps, and the steps of which no token counts in the loss; warns of the first of the latter."""
+        """Counts steps, and steps without counted tokens; warns of the first of these."""
         self._reported += 1
         if result.loss is not None:
             return
@@ -113,20 +112,19 @@ class StepReports(Callback):
         if self._empty == 1 and run.mesh.control.rank == 0:
             first, last = progress.consumed_samples - result.sample_count, progress.consumed_samples - 1
             log.warning(
-                f"iteration {progress.step} has no loss and changed no weight: none of the tokens of its batch "
-                f"(samples {first} to {last}) counts. Later steps like it are only counted. {EMPTY_ADVICE}"
+                f"iteration {progress.step} has no loss and did not change the weights: no token of its batch (samples "
+                f"{first} to {last}) counts. This warning is not repeated. {EMPTY_ADVICE}"
             )
 
 
 def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
-    """Warns of a step whose update was not applied because of its loss or gradient, and ends the run if there were too
-    many in a row.
+    """Warns of an update that was skipped because of its loss or gradient.
 
     Args:
         progress: after the step.
 
     Raises:
-        NumericsError: more than --max-bad-steps consecutive steps were not applied.
+        NumericsError: more than --max-bad-steps consecutive updates were skipped.
     """
     if step.consecutive_bad == 0:
         return
@@ -143,17 +141,15 @@ def check_numbers(run: Run, progress: Progress, step: StepResult) -> None:
             log.warning(f"{wrong}; {step.consecutive_bad} of at most {safety.max_bad_steps} consecutive such steps.")
         return
     raise NumericsError(
-        f"{wrong}, and --max-bad-steps {safety.max_bad_steps} allows no more such steps in a row. The last checkpoint "
-        "is intact. Resume from it with a higher --max-bad-steps if single batches are bad, else with a lower --lr, a "
-        "longer warm-up or --skip-train-iteration-range.",
+        f"{wrong}; this exceeds --max-bad-steps {safety.max_bad_steps}. The last checkpoint is intact. Resume from it "
+        "with a higher --max-bad-steps if only single batches are bad, else with a lower --lr, a longer warm-up or "
+        "--skip-train-iteration-range.",
         step=progress.step,
     )
 
 
 def _log_epoch(run: Run) -> None:
-    """Logs that a pass over the training data is complete; of passes shorter than the interval between log lines, only
-    passes that complete at a log line, and the last one.
-    """
+    """Logs a completed epoch; epochs shorter than the log interval only at a log line or at the end."""
     epochs, optim, interval = run.config.finetuning.epochs, run.config.optim, run.config.report.log_interval
     samples = samples_per_epoch(epochs, optim)
     if epochs is None or samples is None:
@@ -163,13 +159,13 @@ def _log_epoch(run: Run) -> None:
         log.info(f"epoch {completed}/{epochs} is complete after iteration {run.progress.step}")
 
 
-def _waits(step: TrainedStep, *, has_stages: bool) -> Iterator[Metric]:
-    """What a step waited for on this rank, and the most memory that its process has held so far.
+def _step_timings(step: TrainedStep, *, has_stages: bool) -> Iterator[Metric]:
+    """Waiting times of a step on this rank, and the peak memory of its process so far.
 
-    Communication is the time of messages to and from other ranks, waiting for these ranks included: the collectives of
-    tensor-parallel layers and of the loss, and all that DeepSpeed sends; transfers are the part of it between stages of
-    a pipeline. On a GPU it is the time on the stream that waits for the message; what DeepSpeed sends during the
-    computation then counts although nothing waits for it. The metrics of the step have arrived, so this does not wait.
+    Communication includes waiting for other ranks: collectives of tensor-parallel layers and of the loss, and all of
+    DeepSpeed's communication; transfers are the part between pipeline stages. On a GPU it is the time on the stream
+    that waits for the message, so DeepSpeed's overlapped communication counts, too. Does not block, since the metrics
+    of the step have arrived.
     """
     messages = step.messages
     seconds = {

@@ -1,4 +1,4 @@
-"""Every hundred steps, which rank was slowest, in what, and whether it always is."""
+"""Straggler reports every 100 steps: the slowest rank, in which phase, and how often."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ INTERVAL_STEPS = 100
 
 
 class StragglerDetection(Callback):
-    """Says of each step how long this rank needed for it; rank 0 compares.
+    """Reports the step times of this rank to rank 0, which compares them.
 
-    What the ranks say goes over the connections of the watch, with its signs of life: no rank waits for another. What a
-    GPU has done is looked at one step later, when it has.
+    Times are sent with the heartbeats of the watchdog, so that no rank waits. GPU times are read one step later, when
+    they are available.
     """
 
     def __init__(self, setup: CallbackSetup) -> None:
         self._setup = setup
         self._before: TrainedStep | None = None
-        self._comparison: RankTimings | None = None
+        self._timings: RankTimings | None = None
         self._named = -1
 
     @classmethod
@@ -31,7 +31,7 @@ class StragglerDetection(Callback):
     def opened(self, run: Run) -> None:
         stage_ranks = run.mesh.world.size // run.mesh.pp.size
         if run.mesh.world.rank == 0:
-            self._comparison = RankTimings(lambda rank: rank // stage_ranks)
+            self._timings = RankTimings(lambda rank: rank // stage_ranks)
 
     def after_step(self, run: Run, step: TrainedStep) -> None:
         before, self._before = self._before, step
@@ -39,27 +39,27 @@ class StragglerDetection(Callback):
             messages = 0.0 if before.messages is None else before.messages.seconds()
             computing = max(0.0, before.seconds - before.data_seconds - messages)
             self._setup.watch.trained(before.data_seconds, computing)
-        if self._comparison is not None and step.progress.step % INTERVAL_STEPS == 0:
-            self._report(step.progress.step, self._comparison)
+        if self._timings is not None and step.progress.step % INTERVAL_STEPS == 0:
+            self._report(step.progress.step, self._timings)
 
-    def _report(self, step: int, comparison: RankTimings) -> None:
+    def _report(self, step: int, timings: RankTimings) -> None:
         watch = self._setup.watch
-        slowest = comparison.report({entry["rank"]: entry["pace"] for entry in watch.ranks() if "pace" in entry})
+        slowest = timings.report({entry["rank"]: entry["pace"] for entry in watch.ranks() if "pace" in entry})
         if slowest is None:
             return
         host = watch.host(slowest.rank)
         text = (
-            f"rank {slowest.rank} on {host}: {slowest.phase} {slowest.worst_seconds:.3f} s a step, median "
+            f"rank {slowest.rank} on {host}: {slowest.phase} {slowest.worst_seconds:.3f} s per step, median "
             f"{slowest.median_seconds:.3f} s; slowest of {slowest.ranks} ranks in {slowest.times} of {slowest.reports} "
             "reports"
         )
         self._setup.activity.noted("slowest_rank", step, text)
-        log.info(f"slowest rank at step {step}: {text}")
+        log.info(f"straggler report at step {step}: {text}")
         if slowest.is_straggler and self._named != slowest.rank:
             log.warning(
-                f"rank {slowest.rank} on {host} is a straggler: for {REPORTS_TO_NAME} reports in a row its "
-                f"{slowest.phase} took {slowest.ratio:.2f} times the median, and every step waits for it. Look at the "
-                "clocks, the temperature, the links and other programs of that host, or leave it out."
+                f"rank {slowest.rank} on {host} is a straggler: in {REPORTS_TO_NAME} consecutive reports its "
+                f"{slowest.phase} took {slowest.ratio:.2f} times the median, and every step waits for it. Check the "
+                "clocks, temperature, links and other processes of that host, or exclude it."
             )
             self._setup.activity.noted("straggler", step, text)
         self._named = slowest.rank if slowest.is_straggler else -1

@@ -1,4 +1,4 @@
-"""The callbacks that flags may ask for: those of companions are called first, then these, then those of a program."""
+"""The callbacks enabled by flags. Order of calls: callbacks of companions, these, callbacks of the program."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CALLBACK_CLASSES: tuple[type[Callback], ...] = (
     GarbageCollection,
 )
 
-# Those that companions add: module and class by the flag's field. They are imported if the flag is given, by name,
-# because the trainer works without its companions; and come first, so that garbage is collected after them.
+# Callbacks of companions: module and class by the flag's field, imported by name if the flag is given, since the
+# trainer works without companions. They come first, so that garbage collection runs after them.
 COMPANION_CALLBACKS = {
     "eval_tasks": ("trident.evaluate.training.evaluation_tasks", "EvaluationTasks"),
     "sample_prompts": ("trident.evaluate.training.sample_prompts", "SamplePrompts"),
@@ -38,15 +38,15 @@ COMPANION_CALLBACKS = {
 
 
 def make_callbacks(setup: CallbackSetup, more: Sequence[type[Callback]] = ()) -> CallbackList:
-    """The callbacks that the flags ask for; collective over the mesh.
+    """Creates the callbacks enabled by the flags; collective over the mesh.
 
     Args:
-        more: classes that a caller adds, called after the others.
+        more: additional classes, called after the others.
 
     Raises:
-        MegatronError: what a flag of a callback asks for is not there.
+        MegatronError: a flag of a callback is invalid.
     """
     values, companions = setup.config.flat(), COMPANION_CALLBACKS.items()
-    asked = [getattr(import_module(module), name) for flag, (module, name) in companions if values[flag] is not None]
-    made = (each.of(setup) for each in (*asked, *CALLBACK_CLASSES, *more))
-    return CallbackList(callback for callback in made if callback is not None)
+    enabled = [getattr(import_module(module), name) for flag, (module, name) in companions if values[flag] is not None]
+    created = (each.of(setup) for each in (*enabled, *CALLBACK_CLASSES, *more))
+    return CallbackList(callback for callback in created if callback is not None)

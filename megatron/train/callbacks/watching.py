@@ -1,4 +1,4 @@
-"""The watchdog, which is notified of this rank's position."""
+"""Reports this rank's phase to the watchdog."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.train.watchdog import Watch
 
 
 class Watching(Callback):
-    """Tells the watchdog of the phases of the run."""
+    """Reports the phases of the run to the watchdog."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -26,5 +26,5 @@ class Watching(Callback):
         self._watch.enter("data", run.progress.step + 1)
 
     def close(self, run: Run, error: BaseException | None) -> None:
-        if error is None or not is_lost_peer(error):  # else the verdict says what this rank did when it lost the other
+        if error is None or not is_lost_peer(error):  # else the verdict shows the phase of the loss
             self._watch.enter(END)

@@ -1,5 +1,5 @@
-"""What is refused before torch is imported: everything that flags, files, packages and the launcher's variables reveal.
+"""Checks before torch is imported: flags, files, packages, and the launcher's environment variables.
 
-Nothing here starts, builds or writes anything, imports torch, or refuses what could work; what only the machine, the
-tokenizer or the other ranks reveal is refused later, by `train/build.py`.
+Nothing here starts, builds or writes anything, or imports torch. `train/build.py` later checks everything that depends
+on the machine, the tokenizer or other ranks.
 """

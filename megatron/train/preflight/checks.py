@@ -1,4 +1,4 @@
-"""All checks before the slow imports, whose refusals are shown together."""
+"""All checks before the slow imports; their errors are reported together."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron.train.preflight.inputs import (
 from megatron.train.preflight.machine import launch_failures, memory_problems
 from megatron.train.preflight.pipelines import schedule_problems
 
-# These start the same command on every rank, so that rank 0 shows what is wrong with the command.
+# These start the same command on every rank, so that rank 0 reports problems with the command.
 _SAME_COMMAND = ("torchrun", "deepspeed", "srun")
 
 
 def checked_request(reading: RequestDraft, *, has_data: bool = True) -> RunRequest:
-    """The request that flags and files make, if nothing known at this point rules it out.
+    """The request of flags and files, after all checks that are possible at this point.
 
-    Of errors that occur on every rank, only rank 0 shows the text; the others end with the same code.
+    Errors that occur on every rank are printed by rank 0 only; the others exit with the same code.
 
     Args:
-        has_data: False for a program that has yet to make the tokenizer and the token files.
+        has_data: False for a program that has yet to create the tokenizer and the token files.
 
     Raises:
-        MegatronError: everything that is wrong; of the type that all failures share, else a ConfigError.
+        MegatronError: all problems; of the common type of all failures, else a ConfigError.
     """
     request, wrong = reading.unchecked(), reading.wrong
     ranks, launch = launch_failures(request, wrong, is_sound=not reading.problems)
@@ -47,10 +47,7 @@ def checked_request(reading: RequestDraft, *, has_data: bool = True) -> RunReque
 
 
 def _is_shown_by_another(ranks: Ranks, *, has_files: bool) -> bool:
-    """Whether another rank certainly shows the same error: rank 0 or, where files matter, the first rank of the node.
-
-    Launchers that end the other ranks of a failed one take care of files themselves.
-    """
+    """True if another rank certainly reports the same error: rank 0 or, for files, the first rank of the node."""
     if ranks.rank == 0 or ranks.launcher not in _SAME_COMMAND:
         return False
     return not has_files or (ranks.launcher == "srun" and ranks.local_rank > 0)

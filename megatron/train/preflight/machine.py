@@ -1,4 +1,4 @@
-"""Whether the processes that were launched fit the machine, the layout and the batches, and the network its memory."""
+"""Checks of the launched processes against machine, layout and batches, and of the network against memory."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ from megatron.parallel.launchers import Ranks
 from megatron.parallel.rank_start import launched_ranks
 from megatron.secret_text import masked
 
-# The sections that decide layout, batch sizes and timeouts.
+# The sections with layout, batch sizes and timeouts.
 _SECTIONS = ("model", "parallel", "optim", "safety")
 
 
 def launch_failures(
     request: RunRequest, wrong: Collection[str], *, is_sound: bool
 ) -> tuple[Ranks | None, list[MegatronError]]:
-    """The ranks that were started, None if their variables contradict each other, and what is wrong with them.
+    """The launched ranks, None if their environment variables are inconsistent, and the problems with them.
 
     Args:
-        wrong: fields of the request that hold no usable value; with fields of the layout among them, nothing is
-            compared.
-        is_sound: no rule between the fields of the request is broken.
+        wrong: fields of the request without a valid value; the layout is not checked if it is among them.
+        is_sound: no rule between fields of the request is violated.
     """
     reason = cuda_unavailable_reason()
-    device = "cpu" if reason else "cuda"  # without a reason torch will report it
+    device = "cpu" if reason else "cuda"  # torch reports a missing GPU later
     machine = Machine(device, 1, not reason, supports_bf16=True, device_reason=reason, supports_fp8=not reason)
     problems = list(supported_dtype(request, machine))
     try:
@@ -62,12 +61,11 @@ def launch_failures(
 
 
 def _launched(processes: int) -> str:
-    """The command line of this process, under a launcher."""
     return f"torchrun --nproc-per-node {processes} {shlex.join(map(masked, sys.argv))}"
 
 
 def _has_layout(request: RunRequest, wrong: Collection[str]) -> bool:
-    """Whether everything that decides the layout is known."""
+    """True if the layout is fully specified."""
     fields = [
         (field.name, getattr(getattr(request, section), field.name))
         for section in _SECTIONS
@@ -76,21 +74,19 @@ def _has_layout(request: RunRequest, wrong: Collection[str]) -> bool:
     return not any(name in wrong or value is Unset.COMPUTED for name, value in fields)
 
 
-# Activations, buffers and the libraries come on top of weights, gradients and optimizer.
+# The rest is for activations, buffers and libraries.
 _COMFORTABLE_SHARE = 0.8
 _GIB = 2**30
-_WAY_OUT = "Use a smaller network, or more ranks on more machines, with tensor or pipeline parallelism or ZeRO."
+_ADVICE = "Use a smaller network, or more ranks on more machines, with tensor or pipeline parallelism or ZeRO."
 
 
 @dataclass(frozen=True)
-class _Room:
-    """Memory that some ranks share.
+class _Memory:
+    """Memory shared by some ranks.
 
     Attributes:
-        name: what it is called in messages.
-        ranks: how many share it, as far as this rank knows.
-        total_bytes: all of it.
-        free_bytes: what can be taken now.
+        name: its name in messages.
+        ranks: the number of ranks that share it, as far as known.
     """
 
     name: str
@@ -100,31 +96,31 @@ class _Room:
 
 
 def memory_problems(request: RunRequest, ranks: Ranks) -> Iterator[str]:
-    """Refuses weights, gradients and optimizer that are larger than the memory; warns where little would be left.
+    """Refuses a network whose weights, gradients and optimizer exceed the memory; warns if little memory remains.
 
     Args:
-        request: flags without a problem, whose batch sizes and layout fit the ranks.
+        request: valid flags, whose batch sizes and layout match the ranks.
     """
-    room = _room(ranks)
-    needed = least_bytes(request, ranks.world_size) if room is not None else None
-    if room is None or needed is None:
+    memory = _available(ranks)
+    needed = least_bytes(request, ranks.world_size) if memory is not None else None
+    if memory is None or needed is None:
         return
     model = _sizes(request)
     parameters = sum(block_cost(model, index).parameters for index in range(model.num_layers + model.mtp_num_layers))
     network = (
         f"the {parameters / 1e9:,.1f}B parameters of --num-layers {model.num_layers} --hidden-size {model.hidden_size}"
     )
-    where = room.name if room.ranks == 1 else f"{room.name}, which {room.ranks} ranks share,"
-    gib = room.ranks * needed / _GIB
-    if room.ranks * needed > room.total_bytes:
+    where = memory.name if memory.ranks == 1 else f"{memory.name}, which {memory.ranks} ranks share,"
+    gib = memory.ranks * needed / _GIB
+    if memory.ranks * needed > memory.total_bytes:
         yield (
-            f"{network} need at least {gib:,.1f} GiB for weights, gradients and optimizer, without activations, and "
-            f"{where} has {room.total_bytes / _GIB:,.1f} GiB. {_WAY_OUT}"
+            f"{network} need at least {gib:,.1f} GiB for weights, gradients and optimizer, without activations, but "
+            f"{where} has {memory.total_bytes / _GIB:,.1f} GiB. {_ADVICE}"
         )
-    elif room.ranks * needed > _COMFORTABLE_SHARE * room.free_bytes and log.is_first_rank():
+    elif memory.ranks * needed > _COMFORTABLE_SHARE * memory.free_bytes and log.is_first_rank():
         log.warning(
-            f"{network} need at least {gib:,.1f} GiB for weights, gradients and optimizer, and activations come on "
-            f"top; {where} has {room.free_bytes / _GIB:,.1f} GiB left. {_WAY_OUT}"
+            f"{network} need at least {gib:,.1f} GiB for weights, gradients and optimizer, plus activations; {where} "
+            f"has {memory.free_bytes / _GIB:,.1f} GiB left. {_ADVICE}"
         )
 
 
@@ -151,17 +147,17 @@ def least_bytes(request: RunRequest, world_size: int) -> int | None:
 
 
 def _sizes(request: RunRequest) -> ModelConfig:
-    """The architecture; the vocabulary, which depends on the tokenizer, does not affect the cost of a block."""
+    # The vocabulary, which depends on the tokenizer, does not affect the cost of a block.
     return cast(ModelConfig, request.model)
 
 
-def _room(ranks: Ranks) -> _Room | None:
-    """The memory of this rank's device; on a CPU all ranks that are known to be here share it."""
+def _available(ranks: Ranks) -> _Memory | None:
+    """The memory of this rank's device, shared by all local ranks on a CPU."""
     if not cuda_unavailable_reason():
         total = largest_gpu_memory_bytes()
-        return None if total is None else _Room("the largest GPU here", 1, total, total)
+        return None if total is None else _Memory("the largest GPU here", 1, total, total)
     total, free = total_memory_bytes(), available_memory_bytes()
     if total is None:
         return None
     here = ranks.world_size if ranks.is_one_node else 1
-    return _Room("this machine", here, total, total if free is None else free)
+    return _Memory("this machine", here, total, total if free is None else free)

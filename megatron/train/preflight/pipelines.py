@@ -1,4 +1,4 @@
-"""Whether a pipeline schedule from a file fits the run and can end."""
+"""Checks of pipeline schedules from files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.parallel.schedule.building import build_schedule
 
 
 def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
-    """What is wrong with the file of a schedule; named schedules take any number of micro-batches.
+    """Problems with the file of a schedule; named schedules take any number of micro batches.
 
     Args:
-        request: flags without a problem, whose batch sizes and layout fit the world.
+        request: valid flags, whose batch sizes and layout match the world size.
     """
     parallel, optim, layers = request.parallel, request.optim, request.model.num_layers
     name = parallel.schedule_for(layers)
@@ -32,6 +32,6 @@ def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
         return
     if request.kernels.compile and schedule.splits_backward:
         yield (
-            f"--compile cannot be combined with --pipeline-schedule {name}, which has I and W: the program of a block "
-            "computes the gradients of weights together with those of inputs. Write B for both, or drop --compile."
+            f"--compile cannot be combined with --pipeline-schedule {name}, which has I and W: a compiled block "
+            "computes the gradients of inputs and weights together. Use B instead of I and W, or drop --compile."
         )

@@ -1,4 +1,4 @@
-"""What is known about a run across its restarts: which run it is, how earlier starts ended, whether it may start again.
+"""State of a run across restarts: its identity, the history of its starts, and the decision whether to start again.
 
-It depends on the files that hold this and on records of checkpoints, not on how a run is built or trained.
+Independent of how a run is built or trained.
 """

@@ -1,11 +1,11 @@
-"""The starts and ends of a run, kept in its --save folder, so that each start knows how earlier ones ended.
+"""The history of starts of a run, in its --save folder.
 
-`history.jsonl` gets a line when the run starts and when it ends. Each is one write to the end of the file and is
-synced; a line that a crash left incomplete is ignored. A process that is killed writes none, so the step it is at is
-kept in `.run.step`, a few bytes that are overwritten at every step: not synced, they survive the process but not always
-the machine. The next start reads them and writes the missing line.
+`history.jsonl` gets a synced line at each start and end of the run; an incomplete line after a crash is ignored. A
+process that is killed writes no line, so its current step is stored in `.run.step`, a few bytes that are overwritten at
+every step: they are not synced, and survive a kill of the process but not always a crash of the machine. The next start
+reads them and writes the missing line.
 
-Nothing here may end a run: what the file system refuses is a warning, once.
+Nothing here may end a run: file system errors are a single warning.
 """
 
 from __future__ import annotations
@@ -41,43 +41,43 @@ class Attempt:
     """One start of a run, and how it ended.
 
     Attributes:
-        key: a random name of the start.
-        resumed_step: the step of the checkpoint it was to continue from.
-        settings: a digest of what decides the outcome of a step: starts that differ in it are not comparable.
-        passes: the steps before which a batch was passed over; one entry for each batch.
-        at: date and time of the start, for people.
-        has_ended: whether its end is known.
-        step: the step it was training when it ended; None if unknown, or if it did not come that far.
+        key: a random id of the start.
+        resumed_step: the step of the checkpoint it resumed from.
+        settings: a digest of everything that affects the outcome of a step; starts are comparable only if it is equal.
+        batch_skips: the steps before which a batch was skipped, one entry per batch.
+        at: date and time of the start.
+        has_ended: its end is known.
+        step: the step it was training when it ended; None if unknown, or before training.
         code: its exit code; None if it was killed.
         text: the first line of its error.
-        was_asked: whether the end was requested, by flags or by a signal, or was the end of training.
-        blames_step: whether the error itself named the step, so that its batch may be the cause.
+        was_requested: the end was requested by flags or a signal, or was the end of training.
+        blames_step: the error named the step, so that its batch may be the cause.
     """
 
     key: str
     resumed_step: int
     settings: str = ""
-    passes: tuple[int, ...] = ()
+    batch_skips: tuple[int, ...] = ()
     at: str = ""
     has_ended: bool = False
     step: int | None = None
     code: int | None = None
     text: str = ""
-    was_asked: bool = False
+    was_requested: bool = False
     blames_step: bool = False
 
     def __str__(self) -> str:
-        place = "before training" if self.step is None else f"at iteration {self.step}"
-        how = "killed without a message (by the system for lack of memory?)"
+        point = "before training" if self.step is None else f"at iteration {self.step}"
+        reason = "killed without a message (out of memory?)"
         if self.code is not None:
-            how = f"exit code {self.code}" + (f": {self.text}" if self.text else "")
-        return f"{self.at}: from iteration {self.resumed_step}, ended {place}, {how}"
+            reason = f"exit code {self.code}" + (f": {self.text}" if self.text else "")
+        return f"{self.at}: from iteration {self.resumed_step}, ended {point}, {reason}"
 
 
 class RestartHistory:
-    """The history of a run; does nothing until `open` is called, which only global rank 0 does.
+    """The history of a run; inactive until `open`, which only global rank 0 calls.
 
-    All methods but `ended` are for the main thread.
+    All methods except `ended` are for the main thread.
     """
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class RestartHistory:
         self._warned = False
 
     def open(self, directory: Path, run_id: str) -> list[Attempt]:
-        """Reads the earlier starts of a run, oldest first, and writes the end of one that could not."""
+        """Reads the earlier starts of a run, oldest first, and writes the end of one that was killed."""
         self._directory, self._run_id = directory, run_id
         attempts = read_attempts(directory, run_id)
         if attempts and not attempts[-1].has_ended:
@@ -101,21 +101,21 @@ class RestartHistory:
             self._append("end", killed.key, {"step": step, "code": None, "text": "", "asked": False})
         return attempts
 
-    def started(self, resumed_step: int, settings: str, passes: Sequence[int], version: str) -> None:
-        """Records that this start was not refused.
+    def started(self, resumed_step: int, settings: str, batch_skips: Sequence[int], version: str) -> None:
+        """Records this start.
 
         Args:
-            resumed_step, settings, passes: as in `Attempt`.
+            resumed_step, settings, batch_skips: see `Attempt`.
             version: the version of the program.
         """
         if self._directory is None:
             return
         self._key = secrets.token_hex(8)
-        entries = {"resumed_step": resumed_step, "settings": settings, "passes": list(passes), "version": version}
+        entries = {"resumed_step": resumed_step, "settings": settings, "passes": list(batch_skips), "version": version}
         self._append("start", self._key, {**entries, "process": os.getpid()})
 
     def training_begins(self, step: int) -> None:
-        """Records that training begins with a step; from here on an end counts."""
+        """Records the first step of training; an end counts from now on."""
         if self._key and self._directory is not None:
             path = self._directory / STEP_NAME
             try:
@@ -127,11 +127,10 @@ class RestartHistory:
         self._in_loop = True
 
     def training_ends(self) -> None:
-        """Notes that no step follows."""
         self._in_loop = False
 
     def at(self, step: int) -> None:
-        """Notes that training of a step begins; costs one write of a few bytes."""
+        """Records the current step, with one write of a few bytes."""
         self._step = step
         if self._marker is None:
             return
@@ -141,32 +140,30 @@ class RestartHistory:
             self._close()
             self._warn(Path(STEP_NAME), failure)
 
-    def ended(self, step: int | None, code: int, text: str = "", *, asked: bool | None = None) -> None:
-        """Records the end of this start; of several calls the first one counts. Any thread may call it.
-
-        Writes and syncs one line, which takes as long as the file system takes.
+    def ended(self, step: int | None, code: int, text: str = "", *, requested: bool | None = None) -> None:
+        """Records the end of this start with a synced line; only the first call counts. Any thread may call it.
 
         Args:
-            step: the step whose result is the error; None for the step last given to `at`.
-            code: the exit code that the process ends with.
-            text: the error; its first line is kept.
-            asked: whether the end was intended; by default success and signals that were obeyed are. An end in the
-                middle of a step, because another rank was lost, is not.
+            step: the step that caused the error; None for the step last given to `at`.
+            code: the exit code of the process.
+            text: the error; only its first line is kept.
+            requested: the end was requested; by default true for success and handled signals, but not for an end in the
+                middle of a step, because another rank was lost.
         """
         if not self._key or not self._ending.acquire(blocking=False):
             return
-        if asked is None:
-            asked = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not (text and self._in_loop))
+        if requested is None:
+            requested = code == ExitCode.DONE or (code == ExitCode.REQUEUE and not (text and self._in_loop))
         first_line = _shown(text.strip().partition("\n")[0])
         reached, blamed = (self._step, {}) if step is None else (step, {"blamed": True})
         self._append(
-            "end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": asked, **blamed}
+            "end", self._key, {"step": reached, "code": int(code), "text": first_line, "asked": requested, **blamed}
         )
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Records what ends the process within the block: an exception that leaves it, or another thread."""
-        forget = process_exit.on_failure(self._note_failure)
+        """Records an end of the process within the block, by an exception or by another thread."""
+        unregister = process_exit.on_failure(self._note_failure)
         try:
             yield
         except BaseException as failure:
@@ -176,10 +173,10 @@ class RestartHistory:
                 code = int(failure.exit_code)
             text = str(failure) or type(failure).__name__
             step = failure.step if isinstance(failure, NumericsError) else None
-            self.ended(step, code, text, asked=is_interrupt)
+            self.ended(step, code, text, requested=is_interrupt)
             raise
         finally:
-            forget()
+            unregister()
             self._close()
 
     def _note_failure(self, code: int, text: str) -> bool:
@@ -200,7 +197,7 @@ class RestartHistory:
     def _warn(self, path: Path, failure: OSError) -> None:
         if not self._warned:
             self._warned = True
-            log.warning(f"{path} cannot be written: {failure.strerror or failure}. Repeated failures go unnoticed.")
+            log.warning(f"{path} cannot be written: {failure.strerror or failure}. Repeated failures are not detected.")
 
     def _close(self) -> None:
         if self._marker is not None:
@@ -209,7 +206,7 @@ class RestartHistory:
 
 
 def read_attempts(directory: Path, run_id: str) -> list[Attempt]:
-    """The starts of a run that the end of a folder's history records, oldest first; none if it cannot be read."""
+    """The recorded starts of a run, oldest first; empty if the history cannot be read."""
     attempts: dict[str, Attempt] = {}
     for line in _last_lines(directory / HISTORY_NAME):
         try:
@@ -222,12 +219,12 @@ def read_attempts(directory: Path, run_id: str) -> list[Attempt]:
 
 
 def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
-    """Adds the contents of a line; a line with a wrong entry is ignored."""
+    """Adds the contents of a line; a line with an invalid entry is ignored."""
     match value:
-        case {"event": "start", "start": str(key), "resumed_step": step, "passes": list(passes)}:
-            if all(map(_is_count, (step, *passes))):
+        case {"event": "start", "start": str(key), "resumed_step": step, "passes": list(skips)}:
+            if all(map(_is_count, (step, *skips))):
                 settings, at = _shown(value.get("settings")), _shown(value.get("at"))
-                attempts[key] = Attempt(key, step, settings, tuple(passes), at)
+                attempts[key] = Attempt(key, step, settings, tuple(skips), at)
         case {"event": "end", "start": str(key), "step": step} if key in attempts and not attempts[key].has_ended:
             if step is None or _is_count(step):
                 code = value.get("code")
@@ -237,13 +234,13 @@ def _add(value: Mapping[str, Any], attempts: dict[str, Attempt]) -> None:
                     step=step,
                     code=code if _is_count(code) else None,
                     text=_shown(value.get("text")),
-                    was_asked=value.get("asked") is True,
+                    was_requested=value.get("asked") is True,
                     blames_step=value.get("blamed") is True,
                 )
 
 
 def _last_lines(path: Path) -> list[bytes]:
-    """The whole lines in the last part of a file, of bounded size."""
+    """The complete lines at the end of a file, up to a bounded size."""
     try:
         content = read_tail(Storage(), path, _TAIL_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
@@ -260,13 +257,13 @@ def _marked(key: str, step: int) -> bytes:
 
 
 def _marked_step(directory: Path, key: str) -> int | None:
-    """The step that a start noted last; None if it noted none."""
+    """The step last recorded by a start; None if there is none."""
     try:
         content = read_head(Storage(), directory / STEP_NAME, _STEP_BYTES)
     except OSError:
         return None
-    words = content.split() if len(content) == _STEP_BYTES else []
-    return int(words[1]) if len(words) == 2 and words[0] == key.encode() and words[1].isdigit() else None
+    fields = content.split() if len(content) == _STEP_BYTES else []
+    return int(fields[1]) if len(fields) == 2 and fields[0] == key.encode() and fields[1].isdigit() else None
 
 
 def _is_count(value: Any) -> bool:
@@ -274,5 +271,5 @@ def _is_count(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A text that is safe to show on a terminal; control characters become question marks."""
+    """A text with question marks instead of control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in str(value or "")[:_LONGEST_TEXT])

@@ -1,10 +1,9 @@
-"""Which run a folder of checkpoints belongs to.
+"""The identity of a run, which its checkpoints and folders share.
 
-A run draws an identity at its first start and keeps it through all restarts and layouts: it is in the record of
-each of its checkpoints, and in the file `run.json` of its --save folder. By it a checkpoint that was copied from
-another run is recognized, and a folder is not filled with the steps of two runs. Checkpoints of older versions and
-imported models have none: any run continues from them, and none deletes them. A run that leaves another one at a
-checkpoint of it is a run of its own: else the checkpoints of both, which share their steps, could not be told apart.
+It is drawn at the first start and kept through all restarts and layouts, in the record of each checkpoint and in
+`run.json` of the --save folder. It identifies checkpoints copied from another run, and prevents mixing the steps of two
+runs in one folder. Checkpoints of older versions and imported models have none: any run can resume from them, and none
+deletes them. A fork of a run gets a new identity, since the steps of both would otherwise be indistinguishable.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, DamagedError, StorageError, printable
 from megatron.files.replacing import replace_file
 
-_RECORDS_ASKED = 4
+_MOST_RECORDS = 4
 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What the checkpoints of one run share.
+    """The identity of a run.
 
     Attributes:
         run_id: 16 hexadecimal digits, drawn at the first start; empty if unknown.
-        finetuned_from: the checkpoint whose weights a fine-tuning began with, as `base_of` describes it; else empty.
-        forked_from: the checkpoint at which it left another run, described in the same way, or `nothing`; else empty.
+        finetuned_from: the base checkpoint of a fine-tuning, see `base_of`; else empty.
+        forked_from: the checkpoint at which it was forked from another run, see `base_of`, or `nothing`; else empty.
     """
 
     run_id: str = ""
@@ -51,35 +50,33 @@ class RunIdentity:
     def new(
         cls, finetuned_from: Mapping[str, Any] | None = None, forked_from: Mapping[str, Any] | None = None
     ) -> RunIdentity:
-        """The identity of a run that starts for the first time."""
+        """A new identity."""
         return cls(secrets.token_hex(8), finetuned_from or {}, forked_from or {})
 
     @classmethod
     def from_json(cls, value: Any) -> RunIdentity | None:
-        """Reads what `to_json` wrote, or the same entries of a checkpoint's record; None if they are missing."""
+        """Parses the output of `to_json`, or the same entries of a checkpoint's record; None if they are missing."""
         if not isinstance(value, Mapping) or not run_id_of(value):
             return None
         return cls(run_id_of(value), base_in(value, "finetuned_from"), base_in(value, "forked_from"))
 
     def to_json(self) -> dict[str, Any]:
-        """The identity as stored in `run.json`."""
         forked = {"forked_from": dict(self.forked_from)} if self.forked_from else {}
         return {"run_id": self.run_id, "finetuned_from": dict(self.finetuned_from), **forked}
 
     def __str__(self) -> str:
         name = f"run {self.run_id}" if self.run_id else "a run of an older version, without identity"
         if "flag" in self.forked_from:
-            return f"{name}, begun with {printable(self.forked_from['flag'], quoted=False)}"
+            return f"{name}, started with {printable(self.forked_from['flag'], quoted=False)}"
         if self.forked_from:
             return f"{name}, forked from {base_text(self.forked_from)}"
         return f"{name}, a fine-tuning of {base_text(self.finetuned_from)}" if self.finetuned_from else name
 
 
 def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
-    """The checkpoint that a fine-tuning or a fork begins with: its run and step, a digest of its tensors, and the
-    family of Hugging Face models that they came from, if they did.
+    """Describes the base checkpoint of a fine-tuning or fork: run, step, digest of its tensors, Hugging Face family.
 
-    The digest identifies weights that belong to no run, such as imported ones: it contains no path and no time.
+    The digest, which is independent of path and time, identifies weights without a run, such as imported ones.
     """
     digests = "\n".join(sorted(file.sha256 for file in manifest.files))
     return {
@@ -91,12 +88,12 @@ def base_of(record: Record, manifest: Manifest) -> dict[str, Any]:
 
 
 def nothing(flag: str) -> dict[str, Any]:
-    """The base of a run that began at iteration 0 because of a flag, so that the same command continues it."""
+    """The base of a run that started at iteration 0 because of a flag, so that the same command resumes it."""
     return {"run_id": "", "step": 0, "fingerprint": hashlib.sha256(flag.encode()).hexdigest(), "flag": flag}
 
 
 def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_step: bool = False) -> bool:
-    """Whether two descriptions of `base_of` mean the same checkpoint, or with `at_any_step` the same run."""
+    """True if two results of `base_of` are the same checkpoint, or with `at_any_step` the same run."""
     if not one or not other:
         return False
     if one.get("run_id") and other.get("run_id"):
@@ -105,7 +102,7 @@ def is_same_base(one: Mapping[str, Any], other: Mapping[str, Any], *, at_any_ste
 
 
 def is_same_folder(one: str | Path | None, other: str | Path | None) -> bool:
-    """True if two paths lead to one folder; False if one is not given."""
+    """True if two paths lead to the same folder; False if one is None."""
     return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
 
 
@@ -117,7 +114,7 @@ def base_text(base: Mapping[str, Any]) -> str:
 
 
 def read_identity(directory: Path) -> RunIdentity | None:
-    """The identity that the file in a folder names; None without one. A file that is damaged counts as none."""
+    """The identity in the file of a folder; None if the file is missing or damaged."""
     path = directory / IDENTITY_NAME
     try:
         identity = RunIdentity.from_json(read_run_file(directory))
@@ -132,7 +129,7 @@ def read_identity(directory: Path) -> RunIdentity | None:
 
 
 def identity_of(directory: Path) -> RunIdentity | None:
-    """The run that a folder belongs to: by its file, else by its newest checkpoints; None if neither names one.
+    """The run that a folder belongs to, by its file, else by its newest checkpoints; None if unknown.
 
     Raises:
         CheckpointError: the file is missing, and the checkpoints belong to several runs.
@@ -141,23 +138,23 @@ def identity_of(directory: Path) -> RunIdentity | None:
     if identity is not None:
         return identity
     seen: dict[str, tuple[RunIdentity, Path]] = {}
-    for candidate in checkpoints_in(directory)[:_RECORDS_ASKED]:
+    for candidate in checkpoints_in(directory)[:_MOST_RECORDS]:
         with contextlib.suppress(CheckpointError, StorageError):  # damaged ones are reported where they are loaded
             identity = RunIdentity.from_json(read_manifest(candidate.path).record)
             if identity is not None:
                 seen.setdefault(identity.run_id, (identity, candidate.path))
     if len(seen) > 1:
-        held = ", ".join(f"{path.name} of run {run_id}" for run_id, (_, path) in seen.items())
+        listed = ", ".join(f"{path.name} of run {run_id}" for run_id, (_, path) in seen.items())
         raise CheckpointError(
-            f"{directory} holds checkpoints of several runs and no {IDENTITY_NAME} naming the run it belongs to: "
-            f"{held}. Move the other run's checkpoints elsewhere, or give --load the folder of one checkpoint and "
-            "--save another folder."
+            f"{directory} has checkpoints of several runs and no {IDENTITY_NAME} that identifies its run: {listed}. "
+            "Move the other run's checkpoints elsewhere, or use the folder of one checkpoint as --load and another "
+            "--save folder."
         )
     return next((identity for identity, _ in seen.values()), None)
 
 
 def checkpoints_in(directory: Path) -> list[Candidate]:
-    """The checkpoint folders of a --save folder, newest first; what other programs left there does not count."""
+    """The checkpoint folders of a --save folder, newest first, without files of other programs."""
     try:
         return find(directory)
     except CheckpointError:
@@ -165,7 +162,7 @@ def checkpoints_in(directory: Path) -> list[Candidate]:
 
 
 def holds_checkpoint_of(run_id: str, candidates: Sequence[Candidate]) -> bool:
-    """True if a checkpoint is of a run, or is damaged and may be, which is reported where it is loaded."""
+    """True if a checkpoint belongs to a run; a damaged one counts, and is reported when it is loaded."""
     for candidate in candidates:
         try:
             if run_id_of(read_record(candidate.path)) == run_id:
@@ -176,17 +173,17 @@ def holds_checkpoint_of(run_id: str, candidates: Sequence[Candidate]) -> bool:
 
 
 def reject_foreign_save(directory: str, reason: str = "--load is not given") -> None:
-    """Raises CheckpointError if a folder in which a run is to begin at iteration 0 holds checkpoints."""
+    """Raises CheckpointError if the --save folder of a run that starts at iteration 0 has checkpoints."""
     candidates = find(Path(directory))
     if candidates:
         raise CheckpointError(
-            f"--save {directory} holds checkpoints already (newest: iteration {candidates[0].step}) and {reason}. Add "
-            f"--load {directory} to continue from there, --from-scratch to overwrite them, or choose another folder."
+            f"--save {directory} already has checkpoints (newest: iteration {candidates[0].step}), but {reason}. Add "
+            f"--load {directory} to resume from them, --from-scratch to overwrite them, or use another folder."
         )
 
 
 def write_identity(directory: Path, identity: RunIdentity) -> None:
-    """Marks a folder as a run's, atomically. A failure is a warning: the checkpoints name their run themselves."""
+    """Writes the identity of a run into a folder; a failure is a warning, since checkpoints contain it, too."""
     path = directory / IDENTITY_NAME
     try:
         DISK.make_directories(directory)
@@ -197,4 +194,4 @@ def write_identity(directory: Path, identity: RunIdentity) -> None:
         else:
             replace_file(path, content)
     except OSError as failure:
-        log.warning(f"{path} cannot be written: {failure.strerror or failure}. The checkpoints name their run, too.")
+        log.warning(f"{path} cannot be written: {failure.strerror or failure}. Checkpoints identify their run, too.")

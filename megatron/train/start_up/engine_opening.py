@@ -1,4 +1,4 @@
-"""The engine of a run: which parameters it trains, built, counted and checked."""
+"""Builds and checks the engine of a run, and finds its frozen parameters."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from megatron.train.objectives import build_objective, step_settings
 
 
 def open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) -> tuple[Engine, tuple[int, int, int]]:
-    """Builds the engine and shows the size of its network, see `parameter_counts`; collective over the mesh."""
+    """Builds the engine and logs the size of its network, see `parameter_counts`; collective over the mesh."""
     freezing = find_freezing(config.finetuning, config.loading, network_layers(config.model, mesh), mesh, record)
     engine = build_engine(config, mesh, freezing)
     check_layers(engine, config.model.num_layers)
@@ -60,7 +60,7 @@ def open_engine(config: RunConfig, mesh: ParallelMesh, record: Record | None) ->
 
 
 def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: FreezeSpec = NOTHING_FROZEN) -> Engine:
-    """The training engine of a resolved configuration."""
+    """Builds the training engine of a resolved configuration."""
     if config.kernels.compile:
         check_compiler(config.kernels.compile_backend, mesh.device)
     engine = Engine(
@@ -91,17 +91,17 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: FreezeSpec = N
 
 
 def measured_of_gradients(report: ReportConfig) -> list[str]:
-    """What a report asks of gradients besides their norm."""
-    wanted = {
+    """The gradient statistics to report besides the norm."""
+    flags = {
         NORMS: report.log_grad_norm,
         ZEROS: report.log_num_zeros_in_grad,
         NOISE: report.log_gradient_noise_scale,
     }
-    return [kind for kind, is_wanted in wanted.items() if is_wanted]
+    return [kind for kind, is_set in flags.items() if is_set]
 
 
 def choose_products(config: RunConfig, engine: Engine) -> None:
-    """Has the products of --fp8-format computed so."""
+    """Enables fp8 for the matrix products of --fp8-format."""
     blocks = config.precision.float8_blocks(config.model.num_layers)
     if not blocks:
         return
@@ -109,16 +109,15 @@ def choose_products(config: RunConfig, engine: Engine) -> None:
     if fitting < count:
         log.warning(
             f"--fp8-format {config.precision.fp8_format}: {count - fitting} of {count} matrices on a rank have sizes "
-            f"that are not multiples of {MULTIPLE}, and stay in bf16."
+            f"that are not multiples of {MULTIPLE}, and remain in bf16."
         )
 
 
 def use_float8(stack: LayerStack, float8: Float8, blocks: Collection[int]) -> tuple[int, int]:
-    """Has the split matrices of these blocks multiplied in eight bits: those of attention and of dense feed-forward
-    layers, not those of experts and routers.
+    """Enables fp8 for the matrices of attention and dense feed-forward layers in these blocks.
 
     Returns:
-        How many matrices this rank has in these blocks, and of how many the sizes allow it.
+        the number of such matrices on this rank, and the number with suitable sizes.
     """
     names = {f"{BLOCKS}.{index}" for index in blocks}
     count = fitting = 0
@@ -138,27 +137,27 @@ def refusal_of_graphs(config: RunConfig, engine: Engine) -> str | None:
 
 
 def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
-    """Why the products that compute gradients of weights do not add to the sums of these; None if they do."""
+    """The reason why weight gradient products cannot accumulate into the gradient sums; None if they can."""
     kernels, parallel, optim = config.kernels, config.parallel, config.optim
     is_staged = parallel.pipeline_model_parallel_size > 1
     can_add = engine.view.product_adder(engine.steps.dtype) is not None
     has_product = can_add_product(torch.empty(0, device=engine.mesh.device), engine.steps.dtype)
     reasons = {
-        "ZeRO stage 3 has DeepSpeed add gradients up": engine.zero_stage == 3,
+        "DeepSpeed accumulates gradients in ZeRO stage 3": engine.zero_stage == 3,
         "DeepSpeed's pipeline engine runs the stages": is_staged and parallel.pipeline_engine == "deepspeed",
-        f"no product of {config.precision.dtype_name} adds to float32 on this device": not has_product,
+        f"no {config.precision.dtype_name} product accumulates into float32 on this device": not has_product,
         "blocks are compiled": kernels.compile,
-        "a CUDA graph does the same in every micro-batch": (
+        "a CUDA graph does the same in every micro batch": (
             kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None
         ),
-        "--log-gradient-noise-scale measures the gradients of single micro-batches": (
+        "--log-gradient-noise-scale measures the gradients of single micro batches": (
             config.report.log_gradient_noise_scale
         ),
-        "ZeRO stage 2 averages the gradients of each micro-batch over the ranks": (
+        "ZeRO stage 2 averages the gradients of each micro batch over the ranks": (
             engine.zero_stage == 2 and engine.mesh.gradient.size > 1
         ),
-        "gradients do not add up in float32": not can_add,
-        "the gradients of the only micro-batch are the sums (ZeRO stage 0)": (
+        "gradients are not accumulated in float32": not can_add,
+        "the gradients of the only micro batch are the sums (ZeRO stage 0)": (
             engine.zero_stage == 0 and optim.global_batch_size <= optim.micro_batch_size * engine.mesh.batch.size
         ),
     }
@@ -166,7 +165,6 @@ def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
 
 
 def pipeline_settings(config: RunConfig) -> PipelineSettings:
-    """How the layers are divided over the ranks of a pipeline."""
     parallel = config.parallel
     return PipelineSettings(
         parallel.schedule_name,
@@ -178,7 +176,7 @@ def pipeline_settings(config: RunConfig) -> PipelineSettings:
 
 
 def check_compiler(backend: str, target: torch.device) -> None:
-    """Checks that inductor has the compilers it needs, before the first step would fail.
+    """Checks that inductor has the compilers it needs.
 
     Raises:
         LaunchError: one is missing.
@@ -188,36 +186,34 @@ def check_compiler(backend: str, target: torch.device) -> None:
     name = shlex.split(device.environment("CXX") or "g++")[0]
     if target.type == "cpu" and shutil.which(name) is None:
         raise LaunchError(
-            f"--compile needs a C++ compiler, and {name} was not found (CXX names another). Install one, for example "
-            "with `apt-get install g++`, or drop --compile."
+            f"--compile requires a C++ compiler, and {name} was not found (set CXX to use another). Install one, for "
+            "example with `apt-get install g++`, or drop --compile."
         )
     if target.type == "cuda" and not is_installed("triton"):
         raise LaunchError(
-            "--compile needs Triton on a GPU, and it is not installed (it comes with PyTorch for CUDA on Linux). "
+            "--compile requires Triton on a GPU, which is not installed (it comes with PyTorch for CUDA on Linux). "
             "Install it, or drop --compile."
         )
 
 
 def parameter_counts(engine: Engine) -> tuple[int, int, int]:
-    """Parameter counts of the whole network, of the network without embeddings, and of what is trained; collective over
-    the mesh.
-    """
+    """Parameter counts of the network: total, without embeddings, trained; collective over the mesh."""
     counts = torch.zeros(3, dtype=torch.float64, device=engine.mesh.device)
     counted: set[int] = set()
     for spec, layer in engine.stack.named_layers():
-        own = [each for each in layer.parameters() if shard_spec_of(each).is_counted(engine.mesh)]
-        for parameter in (each for each in own if id(each) not in counted):
+        local = [each for each in layer.parameters() if shard_spec_of(each).is_counted(engine.mesh)]
+        for parameter in (each for each in local if id(each) not in counted):
             numel = whole_numel(parameter) * _shards(parameter, engine.mesh)
             counts[0] += numel
             counts[1] += 0 if spec.kind is LayerKind.EMBEDDING else numel
             counts[2] += 0 if is_frozen(parameter) else numel
-        counted.update(map(id, own))
+        counted.update(map(id, local))
     total, without_embeddings, trained = map(int, all_reduce_sum(counts, engine.mesh.model).tolist())
     return total, without_embeddings, trained
 
 
 def _shards(parameter: nn.Parameter, mesh: ParallelMesh) -> int:
-    """How many shards of a parameter this rank counts: its own, and of experts those of the ranks with other ones."""
+    """Number of shards of a parameter that this rank counts: its own, and those of expert-parallel peers."""
     if mesh.ep.name not in shard_spec_of(parameter).split_axes:
         return 1
     return mesh.ep.size if mesh.experts.keeps_tensor or mesh.tp.rank == 0 else 0
@@ -243,7 +239,7 @@ _SHOWN = 3
 
 
 def check_patterns(finetuning: FinetuningConfig, model: ModelConfig) -> None:
-    """Checks --freeze before the ranks meet; the names of parameters are the same in every layout.
+    """Checks --freeze before the ranks connect; parameter names are the same in every layout.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
@@ -262,7 +258,7 @@ def find_freezing(
     """The frozen parameters, with those that the checkpoint lacks because they were frozen when it was saved.
 
     Args:
-        record: of the checkpoint that the run continues from, or whose weights it takes.
+        record: of the checkpoint that the run resumes from, or whose weights it loads.
 
     Raises:
         ConfigError: a pattern matches nothing, or nothing is left to train.
@@ -294,5 +290,5 @@ def _patterns(saved: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    left = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {left} more" if left > 0 else "")
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

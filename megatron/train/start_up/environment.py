@@ -1,4 +1,4 @@
-"""What a run is built in: the ranks, connected and watched, and the folder that no other process may write to."""
+"""The environment of a run: resolved flags, connected and watched ranks, and the locked --save folder."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from megatron.train.watchdog import Watch
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """What a run is built in.
+    """The environment of a run.
 
     Attributes:
         config: resolved, with the name of the run.
-        lock: on the --save folder; None without one.
-        rules: when the run ends.
+        lock: of the --save folder, if any.
+        rules: the stop conditions.
         history: of the starts of the run; not open yet.
     """
 
@@ -59,21 +59,21 @@ class RunEnvironment:
     watch: Watch
 
     def explaining_failures(self) -> contextlib.AbstractContextManager[None]:
-        """Explains, records and shows an error that leaves the block, and notifies the other ranks, before any
-        enclosing context is closed, which may wait for them.
+        """Explains, records and prints an error that leaves the block, and notifies the other ranks, before enclosing
+        contexts are closed, which may wait for them.
         """
         return _explaining_failures(self.history)
 
 
 @contextlib.contextmanager
 def open_environment(request: RunRequest, signals: StopSignals | None = None) -> Iterator[RunEnvironment]:
-    """Resolves the flags, connects the ranks and locks the folder; whatever ends the run in between is recorded.
+    """Resolves the flags, connects the ranks and locks the folder; an end of the run is recorded from then on.
 
     Args:
-        signals: where stop signals are noted, if the caller has installed that; else it is done here.
+        signals: installed stop signals of the caller; installed here by default.
 
     Raises:
-        MegatronError: anything that is wrong with the flags, the machine, the tokenizer or the folder.
+        MegatronError: a problem with the flags, the machine, the tokenizer or the folder.
     """
     started_at = time.monotonic()
     log.make_optional()
@@ -120,28 +120,28 @@ def _explaining_failures(history: RestartHistory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explain_lost_peers() -> Iterator[None]:
-    """Replaces the traceback that a dead rank causes on other ranks by a one-sentence error."""
+    """Replaces the traceback caused by the loss of another rank with a one-sentence error."""
     try:
         yield
     except RuntimeError as failure:
         if not is_lost_peer(failure):
             raise
-        # gloo puts its source location first, and advice about bugs after the first sentence
+        # Without gloo's source location at the start, and its advice after the first sentence.
         reason = re.sub(r"^\[[^\]]*\]\s*", "", str(failure).strip().splitlines()[0]).partition(". ")[0]
         raise PeerLostError(
-            f"another rank of this run ended or stopped answering, so this one cannot continue ({reason}). See that "
-            f"rank's own message for the cause; saved checkpoints are intact: run the same command again."
+            f"another rank of this run exited or stopped responding, so this one cannot continue ({reason}). See that "
+            f"rank's message for the cause; saved checkpoints are intact: run the same command again."
         ) from failure
 
 
 def _time_limits(config: RunConfig) -> WatchLimits:
-    """When a run hangs. Start-up, with its indices to build, may take as long as a collective may."""
+    # At start-up, which may build index files, the limit is that of a collective.
     hang_seconds = config.safety.hang_timeout_seconds
     return WatchLimits(hang_seconds, max(hang_seconds, 60.0 * config.parallel.distributed_timeout_minutes))
 
 
 def _named_sections(config: RunConfig, mesh: ParallelMesh) -> dict[str, Any]:
-    """The sections whose folders may contain a new run's name, with that name; collective over the mesh."""
+    """The sections with folders that may contain the run's name, with that name filled in; collective over the mesh."""
     names = ("loading", "saving", "evaluation", "stopping", "report")
     return with_run_name({name: getattr(config, name) for name in names}, config.report.run_dir, mesh)
 

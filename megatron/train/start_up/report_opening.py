@@ -1,4 +1,4 @@
-"""The report of a run, opened where its files are written."""
+"""Opens the report of a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Names of new runs: one rank draws and reserves one, and all ranks put it into their folders.
-
-Folders on the command line may have `{run}` or `{experiment}` where the name goes.
-"""
+"""Generated names of runs: one rank draws and reserves a name, which replaces `{run}` or `{experiment}` in folders."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ NameForm = Callable[[Choose, float], str]
 
 
 def run_name(choose: Choose, at: float) -> str:
-    """A name that a person can remember, `gentle_lovelace-26112211`: two words and the hour of its start.
+    """A memorable name such as `gentle_lovelace-26112211`: two words and the hour of the start.
 
     Args:
         choose: draws one of several words.
@@ -55,9 +52,9 @@ def run_name(choose: Choose, at: float) -> str:
 
 
 def experiment_name(choose: Choose, at: float) -> str:
-    """A name that sorts by its start, `bert_pretrain.2026.11.22.12.05.59.3f8a1c07`: its second, and eight digits.
+    """A name that sorts by start time, such as `bert_pretrain.2026.11.22.12.05.59.3f8a1c07`.
 
-    The first five digits are the microsecond, so that two starts within a second sort too; the others are drawn.
+    Of the last eight digits, five are the microsecond and three are random.
 
     Args:
         choose: draws one of several characters.
@@ -75,10 +72,10 @@ _FORMS: Mapping[str, NameForm] = types.MappingProxyType({"{run}": run_name, "{ex
 
 
 def reserve_name(parent: Path, choose: Choose, at: float, form: NameForm = run_name) -> str:
-    """Creates a folder with a new name, which no other process can create too, and returns the name.
+    """Creates a folder with a new, unique name, and returns the name.
 
     Raises:
-        StorageError: the folder cannot be created, or every name that was drawn is taken.
+        StorageError: the folder cannot be created, or all drawn names are taken.
     """
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -91,32 +88,32 @@ def reserve_name(parent: Path, choose: Choose, at: float, form: NameForm = run_n
             return name
     except OSError as failure:
         raise StorageError(
-            f"a folder for the run cannot be created in {parent}: {failure.strerror}. Choose another (--run-dir)."
+            f"a folder for the run cannot be created in {parent}: {failure.strerror}. Use another (--run-dir)."
         ) from failure
     raise StorageError(
-        f"{parent} already holds runs with all {_MOST_DRAWS} names that were drawn. Choose another folder, or name the "
-        "run (--run-dir)."
+        f"{parent} already has runs with all {_MOST_DRAWS} drawn names. Use another folder or name (--run-dir)."
     )
 
 
 def with_run_name(
     sections: Mapping[str, ConfigSection], run_dir: str | None, mesh: ParallelMesh
 ) -> dict[str, ConfigSection]:
-    """The same sections with a new run's name where the placeholder of --run-dir is; collective over the mesh.
+    """Replaces the placeholder of --run-dir in all sections by a new name; collective over the mesh.
 
     Raises:
         StorageError: see `reserve_name`.
     """
-    place = next((place for place in _FORMS if place in (run_dir or "")), None)
-    if place is None or run_dir is None:
+    placeholder = next((placeholder for placeholder in _FORMS if placeholder in (run_dir or "")), None)
+    if placeholder is None or run_dir is None:
         return dict(sections)
-    parent = Path(run_dir.partition(place)[0])
-    # Seeded by the operating system: runs that start at the same moment with the same --seed draw different names.
+    parent = Path(run_dir.partition(placeholder)[0])
+    # Seeded by the operating system, so that runs with the same --seed draw different names.
     choose = random.SystemRandom().choice
-    name = run_on_first(mesh, lambda: reserve_name(parent, choose, time.time(), _FORMS[place]))
-    return {key: _with_name(section, place, name) for key, section in sections.items()}
+    name = run_on_first(mesh, lambda: reserve_name(parent, choose, time.time(), _FORMS[placeholder]))
+    return {key: _with_name(section, placeholder, name) for key, section in sections.items()}
 
 
-def _with_name(section: ConfigSection, place: str, name: str) -> ConfigSection:
-    texts = {key: value for key, value in vars(section).items() if isinstance(value, str) and place in value}
-    return replace(section, **{key: text.replace(place, name) for key, text in texts.items()})  # type: ignore[type-var]
+def _with_name(section: ConfigSection, placeholder: str, name: str) -> ConfigSection:
+    texts = {key: value for key, value in vars(section).items() if isinstance(value, str) and placeholder in value}
+    changes = {key: text.replace(placeholder, name) for key, text in texts.items()}
+    return replace(section, **changes)  # type: ignore[type-var]

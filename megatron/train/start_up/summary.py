@@ -1,4 +1,4 @@
-"""The summary of a run that rank 0 prints before the first step. config.json in the run folder has every value."""
+"""The summary of a run, printed by rank 0 before the first step. See config.json in the run folder for all values."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def show_start(
     *,
     is_loaded: bool,
 ) -> None:
-    """Shows the summary of a run; collective over the mesh.
+    """Prints the summary of a run; collective over the mesh.
 
     Args:
         sizes: see `engine_opening.parameter_counts`.
         folder: the run folder.
-        is_loaded: whether the weights come from a checkpoint.
+        is_loaded: the weights come from a checkpoint.
     """
     mesh, active = engine.mesh, sizes[0] - idle_expert_parameters(config.model)
     plan, train = data.plan, data.datasets.train
@@ -81,12 +81,10 @@ def show_start(
 
 
 def summary_lines(rows: Iterable[Row]) -> list[str]:
-    """The rows between two rules, the texts in one column."""
     return [_RULE, *(f"{label:<{_WIDTH}} {text}" for label, text in rows), _RULE]
 
 
 def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embeddings: int) -> Workload:
-    """The figures of a step, and the peak of the devices."""
     return Workload.of(
         config.model,
         config.data.seq_length,
@@ -109,17 +107,17 @@ def workload_of(config: RunConfig, mesh: ParallelMesh, parameters_without_embedd
 
 
 def chunk_costs(config: RunConfig) -> tuple[int, ...]:
-    """Forward FLOPs of each chunk of the pipeline for a token."""
+    """Forward FLOPs per token of each chunk of the pipeline."""
     settings = pipeline_settings(config)
     placement = settings.placement(config.parallel.pipeline_model_parallel_size)
     return chunk_flops(config.model, settings.work, placement, settings.division)
 
 
 def size_text(parameters: int, without_embeddings: int, trained: int, active: int) -> str:
-    """The parameters of a network.
+    """The parameters of a network as text.
 
     Args:
-        active: the parameters that a token uses; with experts fewer than all.
+        active: parameters used by a token; fewer than all with experts.
     """
     embeddings = parameters - without_embeddings
     parts = [f"embeddings {short_count(embeddings)}, {embeddings / max(1, parameters):.0%}"]
@@ -133,12 +131,12 @@ def size_text(parameters: int, without_embeddings: int, trained: int, active: in
 def layout_rows(
     sizes: Mapping[str, int], zero_stage: int, memory_bytes: int | None, expert_ranks: int = 1
 ) -> list[Row]:
-    """How the ranks share the work.
+    """The layout of the ranks.
 
     Args:
-        sizes: of the axes, slowest first, `pp` and `dp` before the others; cp and sp are left out where they are 1.
-        memory_bytes: the most that a rank holds of weights, gradients and optimizer; None if unknown.
-        expert_ranks: over how many of the ranks experts are divided.
+        sizes: of the axes, slowest first, `pp` and `dp` before the others; cp and sp are omitted if they are 1.
+        memory_bytes: the largest size of weights, gradients and optimizer on a rank; None if unknown.
+        expert_ranks: number of ranks over which experts are divided.
     """
     memory = ""
     if memory_bytes is not None:
@@ -154,18 +152,18 @@ def layout_rows(
 
 
 def pipeline_rows(parallel: ParallelConfig, micro_batches: int, chunk_costs: tuple[int, ...] = ()) -> list[Row]:
-    """The schedule of a pipeline, its idle share, and what the stages hold; nothing without a pipeline.
+    """The schedule of a pipeline, its idle share, and the live micro batches per stage; empty without a pipeline.
 
     Args:
-        chunk_costs: of a pass of each chunk, in any unit; empty if all cost the same.
+        chunk_costs: cost of each chunk, in any unit; empty if all cost the same.
     """
     stages = parallel.pipeline_model_parallel_size
     if stages * parallel.chunks_per_rank == 1:
         return []
     sizes = (parallel.schedule_name, stages, parallel.chunks_per_rank, micro_batches)
     schedule = build_schedule(*sizes)
-    held = [f"{alive:g}" for alive in schedule.stages_alive]
-    shown = " ".join(held if len(held) <= _MOST_STAGES else [*held[:2], "...", *held[-2:]])
+    alive = [f"{count:g}" for count in schedule.stages_alive]
+    shown = " ".join(alive if len(alive) <= _MOST_STAGES else [*alive[:2], "...", *alive[-2:]])
     share = f"{idle_share(*sizes, chunk_costs):.1%}"
     costly = f", {share} as these chunks cost" if share != f"{schedule.bubble_ratio:.1%}" else ""
     chunks = f", {schedule.chunks_per_rank} chunks a stage" if schedule.chunks_per_rank > 1 else ""
@@ -179,7 +177,7 @@ def pipeline_rows(parallel: ParallelConfig, micro_batches: int, chunk_costs: tup
 
 
 def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[Row]:
-    """The next step, and the length of the run; nothing for a run that trains nothing."""
+    """The next step, and the length of the run; empty if there is nothing to train."""
     optim, consumed, length = config.optim, progress.consumed_samples, config.data.seq_length
     steps = progress.step if config.evaluation.eval_only else planned_iterations(optim, progress.step, consumed)
     if steps <= progress.step:
@@ -201,7 +199,7 @@ def _length_rows(config: RunConfig, progress: Progress, replicas: int) -> list[R
 
 
 def shares_text(shares: Sequence[SourceUsage]) -> str:
-    """The shares of the run's largest sources; the rest is summed up."""
+    """The shares of the run's largest sources, and the sum of the rest."""
     largest = sorted(shares, key=lambda share: -share.ratio)[:_SOURCES]
     texts = [f"{share.name} {share.ratio:.1%} ({share.epochs:.2f} epochs)" for share in largest]
     if len(shares) > _SOURCES:
@@ -211,14 +209,12 @@ def shares_text(shares: Sequence[SourceUsage]) -> str:
 
 
 def rank_grid(stages: int, replicas: int, ranks_per_replica: int) -> list[str]:
-    """The ranks as a small drawing: a row for each pipeline stage, a bracket for each replica in it.
+    """The ranks as text: a row for each pipeline stage, a bracket for each replica in it, abridged for large runs.
 
-    A large run is abridged to the first and last of each.
-
-    Ranks are counted as the mesh does: along a replica's part of a stage first, then over replicas, then over stages.
+    Ranks are ordered as in the mesh: within a stage of a replica first, then over replicas, then over stages.
 
     Args:
-        ranks_per_replica: ranks that share the matrices or the positions of one stage of one replica.
+        ranks_per_replica: ranks per stage of a replica.
     """
     rows = []
     for stage in _ends(range(stages), _GRID_ROWS):
@@ -240,19 +236,19 @@ def _bracket(first: int, count: int) -> str:
 
 
 def _ends(items: Sequence[_Item], most: int) -> list[_Item | None]:
-    """All items, or the first ones, None and the last one."""
+    """All items; of more than `most`, the first ones, None and the last one."""
     return list(items) if len(items) <= most else [*items[: most - 2], None, items[-1]]
 
 
-def _kernels(mesh: ParallelMesh, asked: KernelConfig) -> str:
-    """Which operations have which implementation, in one word if all have the same; and what --compile does."""
+def _kernels(mesh: ParallelMesh, config: KernelConfig) -> str:
+    """The implementations of operations, in one word if all are the same, and --compile."""
     used = {implementation.value for implementation in vars(mesh.kernels).values()}
     line = f"{used.pop()} for every operation" if len(used) == 1 else kernels_line(mesh.kernels).partition(": ")[2]
-    return line + (f"; blocks compiled ({asked.compile_backend})" if asked.compile else "")
+    return line + (f"; blocks compiled ({config.compile_backend})" if config.compile else "")
 
 
 def _accumulation(config: RunConfig, engine: Engine) -> str:
-    """Why --gradient-accumulation-fusion does nothing."""
+    """The reason why --gradient-accumulation-fusion has no effect."""
     refusal = refusal_of_fusion(config, engine) if config.kernels.gradient_accumulation_fusion else None
     return "" if refusal is None else f"; gradient accumulation not fused: {refusal}"
 
@@ -273,17 +269,17 @@ def _shape(model: ModelConfig, dtype: str) -> str:
 
 
 def _memory_bytes(config: RunConfig, engine: Engine) -> int | None:
-    """The most bytes that a rank's device holds; None for moments of 8 bits, which the closed form does not know."""
+    """The predicted maximum over the ranks; None for 8-bit moments, which the closed form does not support."""
     if config.optim.use_bnb_optimizer:
         return None
     zero = deepspeed_config(config)["zero_optimization"]
-    own = predicted_amounts(
+    amounts = predicted_amounts(
         engine,
         offloads_optimizer=_is_offloaded(zero.get("offload_optimizer")),
         offloads_parameters=_is_offloaded(zero.get("offload_param")),
         offloaded_ratio=offloaded_ratio(zero),
     )
-    return int(all_reduce_max(torch.tensor([own.on_device], dtype=torch.int64), engine.mesh.control))
+    return int(all_reduce_max(torch.tensor([amounts.on_device], dtype=torch.int64), engine.mesh.control))
 
 
 def _is_offloaded(entry: object) -> bool:

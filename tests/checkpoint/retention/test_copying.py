@@ -90,17 +90,17 @@ def test_a_manifest_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
 def test_another_checkpoint_of_the_step_is_replaced_only_if_asked(tmp_path: Path) -> None:
     source, directory = save_step(tmp_path / "source", 3), tmp_path / "copies"
     there = save_step(directory, 3, seed=9)
-    with pytest.raises(CheckpointError, match=f"{there} is another checkpoint of step 3 than the one to be copied"):
+    with pytest.raises(CheckpointError, match=f"{there} is a different checkpoint of step 3"):
         copy(source, directory)
     there.rename(directory / ".old-iter_0000003-0123")  # a save that replaced it died
-    with pytest.raises(CheckpointError, match="is another checkpoint of step 3"):
+    with pytest.raises(CheckpointError, match="is a different checkpoint of step 3"):
         copy(source, directory)
     assert loaded_seed(directory) == 9
     assert copy(source, directory, replaces=True) == there
     assert contents(there) == contents(source) and not hidden(directory)
     shutil.rmtree(there)
     there.symlink_to(source)
-    with pytest.raises(CheckpointError, match="is another checkpoint of step 3"):
+    with pytest.raises(CheckpointError, match="is a different checkpoint of step 3"):
         copy(source, directory)
 
 

@@ -43,7 +43,7 @@ def lose_disks(rank: int, folder: Path) -> list[str]:
     mesh = open_mesh(ParallelRequest())
     nodes = Nodes(OF_RANKS, rank)
     node_copies.Nodes.of = classmethod(lambda cls, mesh: nodes)  # type: ignore[method-assign,assignment]
-    shared, disk, problems = folder / "shared", folder / f"disk{nodes.own}", []
+    shared, disk, problems = folder / "shared", folder / f"disk{nodes.this}", []
 
     def on_first(work: object) -> None:
         node_copies.run_on_first(mesh, work)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def lose_disks(rank: int, folder: Path) -> list[str]:
     with pytest.raises(StorageError, match="disk2"):
         copy_to_nodes(write(shared, 4, mesh), disk, mesh, nodes, storage=STORAGE)
     on_first(lambda: None)  # all have cleaned up
-    assert nodes.own == 2 or (steps(disk) == [2, 3] and not hidden(disk))
+    assert nodes.this == 2 or (steps(disk) == [2, 3] and not hidden(disk))
     return problems
 
 
@@ -123,13 +123,13 @@ class FailingDisk(Unsynced):
 
 def test_a_disk_that_fails_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert collect(tmp_path, tmp_path / "shared", ParallelMesh.single(), after_step=-1, storage=FailingDisk()) is None
-    assert f"passing over the copies in {tmp_path}: " in capsys.readouterr().err
+    assert f"skipping the copies in {tmp_path}: " in capsys.readouterr().err
 
 
 def name_nodes(rank: int) -> str:
     node_copies.socket.gethostname = lambda: "ab"[rank > 0]  # type: ignore[assignment]
     nodes = Nodes.of(open_mesh(ParallelRequest()))
-    return json.dumps([nodes.of_ranks, nodes.own, nodes.is_first, nodes.ranks(1)])
+    return json.dumps([nodes.of_ranks, nodes.this, nodes.is_first, nodes.ranks(1)])
 
 
 def test_nodes_are_told_apart_by_their_names() -> None:

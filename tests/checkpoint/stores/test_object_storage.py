@@ -125,7 +125,7 @@ def test_a_folder_of_another_program_is_not_taken_for_a_dead_copy(tmp_path: Path
     write_file(DISK, place / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt", b"1")
     copied(save_step(tmp_path / "source", 3), place)
     assert DISK.exists(place / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt")
-    with pytest.raises(CheckpointError, match="iter_0000004 is another checkpoint of step 4"):
+    with pytest.raises(CheckpointError, match="iter_0000004 is a different checkpoint of step 4"):
         copied(save_step(tmp_path / "source", 4), place)
 
 

@@ -79,7 +79,7 @@ def test_a_written_config_repeats_the_run(tmp_path: Path) -> None:
         ("a.json", '{"clip_grad": NaN}', r'a\.json: "clip_grad" must be a number, not nan'),
         ("a.json", '{"save_interval": Infinity}', r'a\.json: "save_interval" must be an integer, not inf'),
         ("a.json", '{"model": 3}', r'a\.json: the key "model" is unknown'),
-        ("a.json", "[" * 100_000, r"a\.json holds values more than 32 levels deep"),
+        ("a.json", "[" * 100_000, r"a\.json has values more than 32 levels deep"),
         ("a.json", "{", r"a\.json is not JSON"),
         ("a.json", "[1]", r"a\.json must contain .* not list"),
         ("a.yaml", "a: [", r"a\.yaml is not YAML"),
@@ -107,7 +107,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def test_yaml_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.yaml").write_text("lr: 1")
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(ConfigError, match="YAML needs PyYAML"):
+    with pytest.raises(ConfigError, match="YAML requires PyYAML"):
         small(f"--config {tmp_path}/a.yaml")
 
 

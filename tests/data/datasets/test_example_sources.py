@@ -163,15 +163,15 @@ def test_facts_of_examples_are_their_number_and_content(tmp_path: Path) -> None:
 def test_flags_for_examples_are_refused_with_other_data(tmp_path: Path, tokenizer) -> None:
     corpus = write_corpus(tmp_path / "corpus", [50, 14])
     data = DataConfig(seq_length=LENGTH, data_path=(corpus,))
-    with pytest.raises(ConfigError, match=f"--pack-examples is for examples with answers .*{corpus} does not hold"):
+    with pytest.raises(ConfigError, match=f"--pack-examples requires examples with answers .*{corpus} does not hold"):
         check_sources(data, SourceUse(LENGTH, needed_by="--pack-examples"))
-    with pytest.raises(ConfigError, match="--pack-examples is for examples"):
+    with pytest.raises(ConfigError, match="--pack-examples requires examples"):
         build(tokenizer, corpus, options=PACKED)
     with new_database("sqlite", tmp_path) as database:
         database.write({"web": numbered(["a text"])})
         database.write_pairs({"chat": numbered([("q", "a")])})
         web, chat = (DataConfig(seq_length=LENGTH, data_path=(database.address(name),)) for name in ("web", "chat"))
-        with pytest.raises(ConfigError, match="--loss-on-targets-only is for examples"):
+        with pytest.raises(ConfigError, match="--loss-on-targets-only requires examples"):
             check_sources(web, SourceUse(LENGTH, needed_by="--loss-on-targets-only"))
         check_sources(chat, SourceUse(LENGTH, needed_by="--loss-on-targets-only"))
 
@@ -180,9 +180,9 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
     path = write(tmp_path / "chat.jsonl", 3)
     data = DataConfig(seq_length=LENGTH, data_path=(path,))
     check_sources(data, SourceUse(LENGTH))
-    with pytest.raises(ConfigError, match="holds examples with answers, which --objective prefix does not train on"):
+    with pytest.raises(ConfigError, match="holds examples with answers, which --objective prefix does not support"):
         check_sources(data, SourceUse(LENGTH, "prefix"))
-    with pytest.raises(DataError, match="--objective multitask trains on pairs"):
+    with pytest.raises(DataError, match="--objective multitask requires pairs"):
         check_sources(data, SourceUse(LENGTH, "multitask"))
     with pytest.raises(DataError, match=r"none\.jsonl: no such file"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/none.jsonl",)), SourceUse(LENGTH))
@@ -197,7 +197,7 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
     Path(path).write_text('[{"text": "lists are only parsed as a whole"}]')
     check_sources(data, SourceUse(LENGTH))
     write(Path(path), 3)
-    with pytest.raises(ConfigError, match="Examples are encoded while they are read, which needs a tokenizer"):
+    with pytest.raises(ConfigError, match="Examples are encoded on the fly, which requires a tokenizer"):
         build(None, path)
 
 

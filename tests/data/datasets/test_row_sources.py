@@ -74,7 +74,7 @@ def test_an_extended_run_continues_with_whole_epochs(windows: str) -> None:
 def test_a_resume_with_other_rows_or_another_length_is_rejected(windows: str, tmp_path: Path) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0")
     _, plan = build(data, (10, 0, 0))
-    with pytest.raises(ConfigError, match=rf"--seq-length 16 does not fit .*, which have {LENGTH} tokens"):
+    with pytest.raises(ConfigError, match=rf"--seq-length 16 does not match .* of {LENGTH} tokens"):
         build(data, (10, 0, 0), plan, length=16)
     (tmp_path / "moved").mkdir()
     for path in tmp_path.glob("wikitext*"):
@@ -154,14 +154,12 @@ def test_the_record_of_windows_in_a_checkpoint(windows: str, tmp_path: Path) -> 
 
 def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:
     check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
-    with pytest.raises(
-        ConfigError, match=r"--seq-length 16 does not fit .*train\*, which have 8.* Give --seq-length 8"
-    ):
+    with pytest.raises(ConfigError, match=r"--seq-length 16 does not match .*train\* of 8.* Use --seq-length 8"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(16))
     (tmp_path / shard_name("wikitext.train", 1, 4)).unlink()
-    with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards are there"):
+    with pytest.raises(DataError, match="wikitext.train-00001-of-00004 is missing: 3 of 4 shards exist"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
-    with pytest.raises(DataError, match=r"nothing.train\* names no Parquet file"):
+    with pytest.raises(DataError, match=r"nothing.train\* matches no Parquet file"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"{tmp_path}/nothing.train*",)), SourceUse(LENGTH))
 
 
@@ -176,7 +174,7 @@ def test_windows_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     )
     data = DataConfig(seq_length=LENGTH, data_path=(path,), split="1,0,0")
     match = (
-        r"a.parquet was made with another tokenizer \(theirs, fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's"
+        r"a.parquet was created with another tokenizer \(theirs, fingerprint aaaaaaaaaaaa, 600 tokens\) than this run's"
     )
     with pytest.raises(DataError, match=match):
         build_split_datasets(DataRequest(data, LENGTH, 1, (4, 0, 0), tokenizer=Given()))

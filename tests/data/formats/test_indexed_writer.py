@@ -107,11 +107,11 @@ def test_an_old_pair_is_replaced_completely(tmp_path):
     [
         ([70000], [1], None, "token id 70000 does not fit uint16"),
         ([-1], [1], None, "token id -1 does not fit uint16"),
-        ([1.5], [1], None, "must be a row of integers, not 1-D float64"),
+        ([1.5], [1], None, "must be 1-D integers, not 1-D float64"),
         ([[1, 2]], [2], None, "not 2-D int64"),
-        ([1, 2], [1], None, "2 tokens were given, but the lengths sum to 1"),
-        ([1, 2], [3, -1], None, "a sequence of -1 tokens"),
-        ([1, 2], [1, 1], [1], "2 sequences were given, but the documents hold 1"),
+        ([1, 2], [1], None, "got 2 tokens, but the lengths sum to 1"),
+        ([1, 2], [3, -1], None, "invalid length of a sequence: -1 tokens"),
+        ([1, 2], [1, 1], [1], "got 2 sequences, but the documents hold 1"),
     ],
 )
 def test_values_that_do_not_fit_are_rejected(tmp_path, tokens, lengths, documents, message):

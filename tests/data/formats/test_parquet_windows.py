@@ -74,7 +74,7 @@ def test_windows_of_other_tools_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"labels": None}, r"there is no column 'labels'; it has 'input_ids', 'attention_mask'"),
+        ({"labels": None}, r"no column 'labels'; it has 'input_ids', 'attention_mask'"),
         ({"input_ids": [1, 2]}, "column 'input_ids' is int64, not a list of integers"),
         ({"input_ids": [[1.0, 2.0], [3.0, 4.0]]}, "column 'input_ids' is list<.*double>, not a list of integers"),
         ({"attention_mask": [["a", "b"], ["c", "d"]]}, "'attention_mask' is list<.*string>, not a list of numbers"),
@@ -104,7 +104,7 @@ def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
     damaged = tmp_path / "damaged.parquet"
     for content in (b"", b"PAR1", whole[:-1], whole[: len(whole) // 2]):
         damaged.write_bytes(content)
-        with pytest.raises(DataError, match=r"damaged\.parquet is not a Parquet file"):
+        with pytest.raises(DataError, match=r"damaged\.parquet is not a readable Parquet file"):
             WindowFile(damaged)
     place = whole.index(b"\x28\xb5\x2f\xfd")  # the first compressed page
     damaged.write_bytes(whole[:place] + bytes(12) + whole[place + 12 :])
@@ -112,7 +112,7 @@ def test_damaged_files_are_one_sentence_errors(tmp_path: Path) -> None:
         next(WindowFile(damaged).batches(1000, group=0))
     with pytest.raises(DataError, match="rows from 0 on cannot be read"):
         list(WindowFile(damaged).batches(2))
-    with pytest.raises(DataError, match=r"none\.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match=r"none\.parquet is not a readable Parquet file"):
         WindowFile(tmp_path / "none.parquet")
 
 
@@ -165,10 +165,10 @@ def test_a_footer_that_counts_other_rows_is_refused(tmp_path: Path) -> None:
         ("megatron.windows", "no json", "description in its footer is damaged"),
         ("megatron.windows", FACTS.to_json().replace('"stride": 2', '"stride": "2"'), "stride is '2', not an integer"),
         ("megatron.windows", FACTS.to_json().replace('"pad_id"', '"other"'), "KeyError: 'pad_id'"),
-        ("megatron.windows", FACTS.to_json().replace('version": 1', 'version": 2'), "described in version 2"),
-        ("megatron.windows", FACTS.to_json(), "have 2 positions; its footer says 4"),
-        ("megatron.windows.offsets", "%", "the places of its windows are damaged"),
-        ("megatron.windows.offsets", "eJxjYIAAAAAIAAE=", "damaged: 8 bytes, 16 expected for 2 rows"),
+        ("megatron.windows", FACTS.to_json().replace('version": 1', 'version": 2'), "format version 2, expected 1"),
+        ("megatron.windows", FACTS.to_json(), "have 2 positions, expected 4 by the footer"),
+        ("megatron.windows.offsets", "%", "the offsets of its windows are damaged"),
+        ("megatron.windows.offsets", "eJxjYIAAAAAIAAE=", "damaged: 8 bytes, expected 16 for 2 rows"),
     ],
 )
 def test_damaged_metadata_is_a_one_sentence_error(tmp_path: Path, key: str, value: str, text: str) -> None:
@@ -196,11 +196,11 @@ def test_shards_are_found_in_order_by_pattern_prefix_and_name(tmp_path: Path) ->
 
 
 def test_missing_and_mixed_shards_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"wt names no Parquet file.*wt-00000-of-NNNNN"):
+    with pytest.raises(DataError, match=r"wt matches no Parquet file.*wt-00000-of-NNNNN"):
         expand_windows([f"{tmp_path}/wt"])
     for number in (0, 2):
         (tmp_path / f"wt-0000{number}-of-00003").touch()
-    with pytest.raises(DataError, match="wt-00001-of-00003 is missing: 2 of 3 shards are there"):
+    with pytest.raises(DataError, match="wt-00001-of-00003 is missing: 2 of 3 shards exist"):
         expand_windows([f"{tmp_path}/wt*"])
     (tmp_path / "wt-00000-of-00001").touch()
     with pytest.raises(DataError, match="shards of 2 runs: .*wt in 1 and in 3 shards"):

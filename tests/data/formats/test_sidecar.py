@@ -87,7 +87,7 @@ def test_the_tokenizer_that_made_the_data_fits_and_no_other(prefix: str, tmp_pat
 def test_a_sidecar_of_other_data_is_ignored_with_a_warning(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_sidecar(prefix, replace(SIDECAR, tokens=7))
     check_tokenizer_fits([prefix], Fake(vocab_size=501))
-    assert "lists 7 tokens, which do not make up the 12 bytes" in capsys.readouterr().err
+    assert "lists 7 tokens, which do not match the 12 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "not json", "[" * 100_000, '{"format": "other"}'])
@@ -97,7 +97,7 @@ def test_other_files_of_that_name_are_left_alone(tmp_path: Path, text: str) -> N
     assert read_sidecar(tmp_path / "mine") is None
     remove_sidecar(tmp_path / "mine")
     assert path.read_text() == text
-    with pytest.raises(DataError, match=r"mine\.json exists and is not a description of token files"):
+    with pytest.raises(DataError, match=r"mine\.json exists and does not describe token files"):
         check_replaceable(tmp_path / "mine")
 
 
@@ -111,7 +111,7 @@ def test_our_own_file_is_replaced_and_removed(prefix: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format_version": 2}, r"data\.json has format version 2; version 1 is read"),
+        ({"format_version": 2}, r"data\.json has format version 2, expected 1"),
         ({"tokens": "many"}, r"data\.json is a damaged sidecar \(ValueError"),
         ({"tokens": float("inf")}, r"data\.json is a damaged sidecar \(OverflowError"),
         ({"tokenizer": {}}, r"data\.json is a damaged sidecar \(KeyError: 'fingerprint'\)"),

@@ -188,7 +188,7 @@ def test_a_process_that_may_not_build_computes_in_memory_and_logs_it(tmp_path, c
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert same(IndexCache(tmp_path / "file/cache").arrays("gpt", DESCRIPTION, make), make())
-    assert "Not a directory. Choose a folder that can be written. Set --data-cache-path" in capsys.readouterr().err
+    assert "Not a directory. Use a writable folder. Set --data-cache-path" in capsys.readouterr().err
     with pytest.raises(StorageError, match="The index cache .*file/cache cannot be written"):
         IndexCache(tmp_path / "file/cache", required=True).arrays("gpt", DESCRIPTION, make)
 

@@ -126,19 +126,19 @@ def test_invalid_rows_are_located(tmp_path: Path, kind: str, match: str) -> None
 
 def test_files_that_are_unusable_for_training(tmp_path: Path) -> None:
     write_windows(tmp_path / shard_name("short", 0, 2), counting_windows(2, 4))
-    with pytest.raises(DataError, match="short-00001-of-00002 is missing: 1 of 2 shards are there"):
+    with pytest.raises(DataError, match="short-00001-of-00002 is missing: 1 of 2 shards exist"):
         ParquetRows(str(tmp_path / "short"))
-    with pytest.raises(DataError, match=r"nothing\*.parquet names no Parquet file"):
+    with pytest.raises(DataError, match=r"nothing\*.parquet matches no Parquet file"):
         ParquetRows(str(tmp_path / "nothing*.parquet"))
     write_windows(tmp_path / "empty.parquet", counting_windows(0, 4))
     with pytest.raises(DataError, match="empty.parquet: its Parquet files hold no windows"):
         ParquetRows(str(tmp_path / "empty.parquet"))
     write_windows(tmp_path / "l4.parquet", counting_windows(2, 4))
     write_windows(tmp_path / "l6.parquet", counting_windows(2, 6))
-    with pytest.raises(DataError, match="l6.parquet has windows of 6 tokens, the files of .* before it of 4"):
+    with pytest.raises(DataError, match="l6.parquet has windows of 6 tokens, the previous files of .* of 4"):
         ParquetRows(str(tmp_path / "l?.parquet"))
     (tmp_path / "text.parquet").write_text("no Parquet file")
-    with pytest.raises(DataError, match="text.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match="text.parquet is not a readable Parquet file"):
         ParquetRows(str(tmp_path / "text.parquet"))
 
 
@@ -147,7 +147,7 @@ def test_rows_of_several_lengths_are_refused_when_they_are_opened(tmp_path: Path
     path = write_foreign_windows(
         tmp_path / "a.parquet", group_rows=2, input_ids=ragged, attention_mask=ragged, labels=ragged
     )
-    with pytest.raises(DataError, match="row group 1 counts 3 input_ids in 1 rows, which others say have 2 each"):
+    with pytest.raises(DataError, match="row group 1 has 3 input_ids in 1 rows, expected 2 per row"):
         ParquetRows(path)
 
 
@@ -155,7 +155,7 @@ def test_a_file_that_was_replaced_or_damaged_while_it_was_in_use(tmp_path: Path)
     path = tmp_path / "a.parquet"
     source = ParquetRows(write_windows(path, counting_windows(20, 4)))
     write_windows(path, counting_windows(20, 4), group_rows=5)
-    with pytest.raises(DataError, match="a.parquet has other groups of rows than when the run began"):
+    with pytest.raises(DataError, match="a.parquet: row groups changed since the run began"):
         all_rows(source)
     source = ParquetRows(write_windows(path, counting_windows(20, 4)))
     content = bytearray(path.read_bytes())
@@ -168,5 +168,5 @@ def test_a_file_that_was_replaced_or_damaged_while_it_was_in_use(tmp_path: Path)
 def test_without_pyarrow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_windows(tmp_path / "a.parquet", counting_windows(2, 4))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match="a.parquet needs the pyarrow package for Parquet: pip install pyarrow"):
+    with pytest.raises(ConfigError, match="a.parquet requires the pyarrow package: pip install pyarrow"):
         ParquetRows(path)

@@ -44,6 +44,6 @@ def test_every_layout_of_token_files_can_be_trained_on(tmp_path, corpus):
 def test_a_layout_that_the_files_do_not_have_is_refused(tmp_path, corpus, data_impl):
     prefix = write_cached_copy(corpus, str(tmp_path / "cached")) if data_impl == "mmap" else corpus
     found = "cached or lazy" if data_impl == "mmap" else "mmap"
-    message = f"--data-impl {data_impl} was given, but {prefix}.idx has the layout {found}.*give --data-impl {found}"
+    message = f"--data-impl {data_impl} was given, but {prefix}.idx has the layout {found}.*use --data-impl {found}"
     with pytest.raises(DataError, match=message):
         build(config(prefix, data_impl=data_impl))

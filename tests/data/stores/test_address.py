@@ -23,7 +23,7 @@ def test_addresses(tmp_path: Path) -> None:
         "sqlite", "a b.db", "", ("web", "news", "x,y"), "form", "sqlite:///a%20b.db"
     )
     mongo = StoreAddress.of("mongodb://me:pw@host:1,other:2/corpus?authSource=admin&collection=web")
-    assert (reveal(mongo.place), mongo.database, mongo.collections) == (
+    assert (reveal(mongo.target), mongo.database, mongo.collections) == (
         "mongodb://me:pw@host:1,other:2/corpus?authSource=admin",
         "corpus",
         ("web",),
@@ -42,7 +42,7 @@ def test_addresses(tmp_path: Path) -> None:
         )
     )
     configured = StoreAddress.of(str(path))
-    assert (configured.place, configured.database, configured.collections) == (
+    assert (configured.target, configured.database, configured.collections) == (
         "mongodb://h:1",
         "korean",
         ("web", "news"),
@@ -69,20 +69,20 @@ def test_an_address_from_a_record_is_read_but_not_opened() -> None:
     for text in ("mongodb://me:***@host/corpus", "mongodb://host/corpus?proxyPassword=***"):
         address = StoreAddress.of(text)
         assert address.database == "corpus"
-        with pytest.raises(ConfigError, match=r"has \*\*\* in place of its password: it was read from a record"):
+        with pytest.raises(ConfigError, match=r"has \*\*\* instead of a password: it comes from a record"):
             open_store(address)
-        with pytest.raises(ConfigError, match=r"Give the whole address, or name the database by a configuration file"):
+        with pytest.raises(ConfigError, match=r"Give the complete address, or a configuration file"):
             open_source(text).check(SourceUse(8))
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sqlite://file.db", r"sqlite://file\.db names no file\. Write sqlite:///file\.db"),
+        ("sqlite://file.db", r"sqlite://file\.db names no file\. Use sqlite:///file\.db"),
         ("sqlite:///", r"sqlite:/// names no file"),
-        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db\?tabel=\*\*\*: the option tabel is unknown"),
+        ("sqlite:///f.db?tabel=web", r"sqlite:///f\.db\?tabel=\*\*\*: unknown option tabel"),
         ("mongodb://u:pw@host?collection=web", r"mongodb://u:\*\*\*@host names no database"),
-        ("mongodb://u:p@w@host/d", r"mongodb://u:\*\*\*@host/d: the user name, the password .* Write %40 for @"),
+        ("mongodb://u:p@w@host/d", r"mongodb://u:\*\*\*@host/d: the user name, the password .* Use %40 for @"),
         ("mongodb://u:100%@host/d", r"mongodb://u:\*\*\*@host/d: .* and %25 for %"),
         ("corpus.jsonl", r"corpus\.jsonl is not a document store"),
     ],
@@ -96,9 +96,9 @@ def test_wrong_addresses(text: str, message: str) -> None:
     ("content", "message"),
     [
         ({"COLLECTIONS": "web"}, r"COLLECTIONS holds 'web'; it must be a list of names"),
-        ({"COLLECTIONS": ["web", "web"]}, r"COLLECTIONS names a collection twice: web, web"),
-        ({"MONGO_CONNECTION_DB": 5}, r"MONGO_CONNECTION_DB holds 5; it must be a text"),
-        ({"COLLECTION": ["web"]}, r"the key 'COLLECTION' is unknown"),
+        ({"COLLECTIONS": ["web", "web"]}, r"COLLECTIONS lists a collection twice: web, web"),
+        ({"MONGO_CONNECTION_DB": 5}, r"MONGO_CONNECTION_DB holds 5; it must be a string"),
+        ({"COLLECTION": ["web"]}, r"unknown key 'COLLECTION'"),
         ({"MONGO_CONNECTION_STRING": "redis://h"}, r"MONGO_CONNECTION_STRING 'redis://h' is not an address"),
         ({"MONGO_CONNECTION_STRING": "mongodb://h"}, r"mongodb://h names no database"),
     ],

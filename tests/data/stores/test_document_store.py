@@ -46,11 +46,11 @@ def test_another_column_and_the_plain_one(database: Database) -> None:
 def test_an_out_of_range_number_is_named(database: Database, number: int) -> None:
     write_web_and_news(database)
     store = open_store(database.base)
-    with pytest.raises(DataError, match=rf"there is no document {number};"):
+    with pytest.raises(DataError, match=rf"no document {number};"):
         store[number]
-    with pytest.raises(DataError, match="there is no document 43; it holds 0 to 42"):
+    with pytest.raises(DataError, match="no document 43; it holds 0 to 42"):
         store.fetch_many(range(40, 44))
-    with pytest.raises(DataError, match="there is no document -1;"):
+    with pytest.raises(DataError, match="no document -1;"):
         store.fetch_many(range(-1, 4))
 
 
@@ -59,11 +59,9 @@ def test_a_gap_and_a_duplicate_are_named(database: Database) -> None:
     database.write({"first": numbered(["x"] * 5), "web": rows}, index="plain")
     store = open_store(database.address("first", "web"))
     assert store.fetch(5 + 6) == WEB[6]
-    with pytest.raises(
-        DataError, match=r"idx 7 of collection 'web' \(document 12 of the store\) is missing \(a hole\)"
-    ):
+    with pytest.raises(DataError, match=r"idx 7 of collection 'web' \(document 12 of the store\) is missing"):
         store.fetch(12)
-    with pytest.raises(DataError, match=r"idx 11 of collection 'web' .*is there 2 times \(a duplicate\)"):
+    with pytest.raises(DataError, match=r"idx 11 of collection 'web' .*exists 2 times"):
         store.fetch(16)
     with pytest.raises(DataError, match=r"idx 7 of"):
         store.fetch_many(range(0, 25))
@@ -93,10 +91,10 @@ def test_a_collection_without_an_index_is_refused(database: Database) -> None:
 
 
 def test_missing_collections_name_those_there_are(database: Database) -> None:
-    with pytest.raises(DataError, match="there is no"):
+    with pytest.raises(DataError, match="no such SQLite file|it has no collections"):
         open_store(database.base)
     write_web_and_news(database)
-    with pytest.raises(DataError, match=r"there is no collection 'wbe'; it has ('web', 'news'|'news', 'web')\."):
+    with pytest.raises(DataError, match=r"no collection 'wbe'; it has ('web', 'news'|'news', 'web')\."):
         open_store(database.address("wbe"))
 
 
@@ -104,7 +102,7 @@ def test_an_empty_collection_has_no_documents(database: Database) -> None:
     database.write({"none": [], "news": numbered(NEWS)}, counted={"none": 0, "news": 3})
     store = open_store(database.address("none", "news"))
     assert [len(one) for one in store.collections] == [0, 3] and list(store) == NEWS
-    with pytest.raises(DataError, match="there is no document 0; it is empty"):
+    with pytest.raises(DataError, match="no document 0; it is empty"):
         open_store(database.address("none")).fetch(0)
 
 
@@ -113,7 +111,7 @@ def test_a_document_without_text_is_named(database: Database) -> None:
     store = open_store(database.address("web"))
     with pytest.raises(DataError, match="web: idx 1: filt_text is null or missing"):
         store.fetch(1)
-    with pytest.raises(DataError, match="web: idx 2: filt_text holds a int, not a text"):
+    with pytest.raises(DataError, match="web: idx 2: filt_text holds a value of type int, not text"):
         store.fetch(2)
 
 

@@ -19,5 +19,5 @@ def test_a_wrong_connection_string_and_a_missing_driver(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=r"mongodb://host:99999/corpus: Port must be an integer"):
         open_store("mongodb://host:99999/corpus")
     monkeypatch.setitem(sys.modules, "pymongo", None)
-    with pytest.raises(ConfigError, match=r"mongodb://host/corpus needs the pymongo package: pip install pymongo"):
+    with pytest.raises(ConfigError, match=r"mongodb://host/corpus requires the pymongo package: pip install pymongo"):
         open_store("mongodb://host/corpus")

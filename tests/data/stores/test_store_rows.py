@@ -127,7 +127,7 @@ def test_truncated_documents_are_reported_once(
     assert said.count("warning") == 1 and "document 57 of" in said and "first 17 tokens of each document" in said
     StoreRows(database.address("many"), DocumentEncoder(tokenizer, LENGTH)).read(np.arange(2))
     said = capsys.readouterr().err
-    assert said.count("warning") == 1 and "1 of 2 documents looked at are longer than 17 tokens" in said
+    assert said.count("warning") == 1 and "1 of 2 sampled documents are longer than 17 tokens" in said
 
 
 def test_training_and_evaluation_may_read_at_the_same_time(database: Database, tokenizer: Tokenizer) -> None:
@@ -149,13 +149,13 @@ def test_training_and_evaluation_may_read_at_the_same_time(database: Database, t
 def test_stores_that_are_unusable_for_training(database: Database, tokenizer: Tokenizer, tmp_path: Path) -> None:
     holes = [row for row in numbered(TEXTS * 5) if row[0] != 57]
     database.write({"web": numbered(TEXTS), "empty": [], "holes": holes})
-    with pytest.raises(ConfigError, match=r"needs a tokenizer \(--tokenizer-type\)"):
+    with pytest.raises(ConfigError, match=r"requires a tokenizer \(--tokenizer-type\)"):
         build(database.address("web"), None)
     with pytest.raises(DataError, match="store.db holds no documents"):
         build(database.address("empty"), tokenizer)
-    with pytest.raises(DataError, match=r"1 of the 200 documents of collection 'holes' are missing \(holes in idx\)"):
+    with pytest.raises(DataError, match=r"1 of the 200 documents of collection 'holes' are missing \(gaps in idx\)"):
         build(database.address("holes"), tokenizer)
-    with pytest.raises(DataError, match="there is no collection 'wbe'; it has"):
+    with pytest.raises(DataError, match="no collection 'wbe'; it has"):
         build(database.address("wbe"), tokenizer)
     with pytest.raises(DataError, match="nothing.db"):
         check_sources(DataConfig(seq_length=LENGTH, data_path=(f"sqlite:///{tmp_path}/nothing.db",)), SourceUse(LENGTH))

@@ -93,15 +93,15 @@ def _state(engine: Engine) -> list[torch.Tensor]:
 
 def _spoil_loss(engine: Engine) -> Any:
     """Only the reported loss of this rank becomes NaN; its gradients stay as they are."""
-    own = StepLoss.of
+    own = StepLoss.loss
 
     def spoiled(losses: StepLoss, *given: Any, **named: Any) -> torch.Tensor:
         loss = own(losses, *given, **named)
         losses.totals.sums[0] = math.nan
         return loss
 
-    StepLoss.of = spoiled  # type: ignore[method-assign]
-    return lambda: setattr(StepLoss, "of", own)
+    StepLoss.loss = spoiled  # type: ignore[method-assign]
+    return lambda: setattr(StepLoss, "loss", own)
 
 
 def _spoil_gradient(engine: Engine) -> Any:

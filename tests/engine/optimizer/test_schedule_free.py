@@ -89,7 +89,7 @@ def test_the_mean_goes_on_from_a_weight() -> None:
         weight.grad = torch.ones(6)
         ours.step()
         total += ours.weight_of(0.03)
-    theirs.go_on_from(twin, total)  # before it has a state
+    theirs.resume(twin, total)  # before it has a state
     twin.data.copy_(weight.data)
     theirs.state[twin].update({name: ours.state[weight][name].clone() for name in ("distance", "exp_avg_sq", "step")})
     for optimizer, each in ((ours, weight), (theirs, twin)):

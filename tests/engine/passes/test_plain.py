@@ -34,7 +34,7 @@ def losses_of(engine: RecordingEngine) -> Any:
     context = BATCH.context(StepSettings(), 1.0)
     return SimpleNamespace(
         context_of=lambda batch: context,
-        of=lambda outputs, targets, auxiliary: outputs.sum(),
+        loss=lambda outputs, targets, auxiliary: outputs.sum(),
         scaled=lambda loss: loss * 0.5,
     )
 

@@ -27,7 +27,7 @@ def test_gradients_are_of_the_mean_over_all_tokens_of_the_batch() -> None:
     batches = losses.prepare([batch(1), batch(4)], with_inputs=True, with_targets=True)
     logits = [torch.randn(2, 4, 10, requires_grad=True) for _ in batches]
     for outputs, each in zip(logits, batches, strict=True):
-        (losses.of(outputs, each.targets) * losses.backward_scale).backward()
+        (losses.loss(outputs, each.targets) * losses.backward_scale).backward()
     whole = torch.cat([logits[0].detach()[:, :1].flatten(0, 1), logits[1].detach().flatten(0, 1)]).requires_grad_()
     labels = torch.from_numpy(np.concatenate([TOKENS[:, :1].ravel(), TOKENS.ravel()]) + 1)
     expected = torch.nn.functional.cross_entropy(whole, labels)

@@ -31,5 +31,5 @@ def test_a_file_says_where_chunks_are_and_whether_backward_passes_are_split(tmp_
 
 
 def test_a_schedule_may_not_go_with_a_number_of_chunks() -> None:
-    with pytest.raises(ConfigError, match="zbv does not take 3 chunks"):
+    with pytest.raises(ConfigError, match="zbv does not support 3 chunks"):
         PipelineSettings("zbv", 3).placement(2)

@@ -1,4 +1,4 @@
-"""Engines on several ranks: layouts give the text of one process, rank 0 leads, and a rank that ends ends all."""
+"""Engines on several ranks: every layout gives the text of one process, and a lost rank ends all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_layout_gives_the_texts_of_one_process() -> None:
 
 
 def driven(rank: int, tp: int, pp: int) -> dict[str, Any]:
-    """Rank 0 adds, cancels and is silent for a while; the others follow."""
+    """Rank 0 adds, cancels and pauses for a while; the other ranks are workers."""
     loaded = load(ARCHITECTURES["llama"], open_mesh(Layout(tp, pp)))
     engine = GenerationEngine(loaded)
     if rank > 0:
@@ -77,7 +77,7 @@ def driven(rank: int, tp: int, pp: int) -> dict[str, Any]:
     return tokens
 
 
-def test_rank_0_leads_and_waiting_ranks_sleep() -> None:
+def test_rank_0_drives_and_waiting_ranks_sleep() -> None:
     (tokens, *followers) = run_ranks(driven, 2, 1, 2)
     loaded = load(ARCHITECTURES["llama"])
     requests = mixed_requests(3)
@@ -97,7 +97,7 @@ class Failing(Chooser):
 
 
 def failing(rank: int, tp: int, pp: int) -> list[tuple[str, int | None, str | None]]:
-    """What the steps of an engine give while the token of one request cannot be chosen."""
+    """The tokens of an engine's steps, while the token of one request cannot be chosen."""
     engine = GenerationEngine(load(mesh=open_mesh(Layout(tp, pp)) if tp * pp > 1 else None), isolates_failures=True)
     requests = mixed_requests(3, longest=4, new_tokens=4, sampling=DRAWN)
     for request in requests:
@@ -141,7 +141,7 @@ def test_a_rank_that_ends_ends_all(ends: int) -> None:
         run_ranks(left_alone, 2, ends, timeout_seconds=120)
 
 
-def test_an_engine_of_one_rank_can_be_led() -> None:
+def test_an_engine_of_one_rank_can_be_driven() -> None:
     with drive(GenerationEngine(load())) as driver:
         driver.add(Request("a", (1, 2), 4, GREEDY))
         found = [token.token for _ in range(4) for token in driver.step()]

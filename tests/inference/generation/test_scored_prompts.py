@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: the engine's are those of the scorer, whatever else it computes."""
+"""Log-probabilities of prompts: the engine's equal the scorer's, whatever else it computes."""
 
 from __future__ import annotations
 

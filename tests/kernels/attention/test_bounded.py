@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def _segments(*lengths: Sequence[int]) -> torch.Tensor:
-    """Document numbers of samples with documents of these lengths; those of a sample need not begin at 0."""
+    """Document numbers of samples with documents of these lengths, not starting at 0."""
     return torch.stack([torch.cat([torch.full((n,), 3 + i) for i, n in enumerate(sample)]) for sample in lengths])
 
 
@@ -85,25 +86,6 @@ WITHOUT_DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("name", BOUNDS)
-def test_blocks_on_cpu_equal_a_dense_mask(name: str, softcap: float | None) -> None:
-    bounds, results = BOUNDS[name], []
-    bias = _dense_bias(bounds, 3, 200)
-    for dense in (True, False):
-        heads = _heads(3, 200, groups=2)
-        if dense:
-            y = attention(*heads, SCALE, bias=bias, softcap=softcap)
-        else:
-            plan = plan_attention(heads[0], bounds, softcap)
-            assert isinstance(plan, WindowBlocks if bounds.segment_ids is None else DocumentBlocks)
-            y = plan.attend(*heads, SCALE)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-        results.append([y.detach(), *torch.autograd.grad(y, heads, weights)])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("name", [*BOUNDS, *WITHOUT_DOCUMENTS])
@@ -120,7 +102,7 @@ LENGTHS = (200, 256, 300, 384, 500, 512, 600, 640, 700, 768)
 
 @pytest.fixture
 def flex_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What torch compiles of flex attention, without generating code; more than the limit is an error."""
+    """The graphs that torch compiles of flex attention, without generating code; more than the limit is an error."""
     graphs: list[int] = []
 
     def trace(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
@@ -283,7 +265,7 @@ def _varlen_of_torch_2_12(  # type: ignore[no-untyped-def]
 def _packed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float, window: tuple
 ) -> torch.Tensor:
-    """What torch computes. Shapes: query `[n, a, d]`, key and value `[n, g, d]`, starts `[documents + 1]`."""
+    """torch's varlen attention. Shapes: query `[n, a, d]`, key and value `[n, g, d]`, starts `[documents + 1]`."""
     positions = torch.arange(len(query))
     document = torch.bucketize(positions, starts, right=True)
     distance = positions[:, None] - positions
@@ -388,28 +370,38 @@ def test_plain_attention_needs_no_plan() -> None:
 
 # Largest errors in parts of the largest entry: bfloat16 and float16 round by 2**-9 and 2**-12 of a number, and the few
 # roundings on the way (probabilities, their gradients, each result) add up to some eight of them.
-ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+ROUNDINGS = {torch.float64: 1e-6, torch.float32: 2e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+DEVICES = [("cpu", torch.float64)]
+DEVICES += [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in list(ROUNDINGS)[1:]]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ROUNDINGS)
-@pytest.mark.parametrize("softcap", [None, 0.8])
-@pytest.mark.parametrize("name", [*BOUNDS, *WITHOUT_DOCUMENTS])
-def test_plans_on_a_gpu_equal_a_dense_mask(name: str, softcap: float | None, dtype: torch.dtype) -> None:
-    here = {**BOUNDS, **WITHOUT_DOCUMENTS}[name]
-    tensors = {field: value.cuda() for field, value in vars(here).items() if isinstance(value, torch.Tensor)}
-    bounds = dataclasses.replace(here, **tensors)
-    bias = _dense_bias(here, 3, 200).cuda()
-    heads = [head.detach().cuda().requires_grad_() for head in _heads(3, 200, 2, dtype)]
+def _check(plan: Any, bounds: Bounds, shape: tuple[int, int], softcap: float | None, device: str, dtype: Any) -> None:
+    """Compares results and gradients of a plan with attention under a dense mask in float64."""
+    heads = [head.detach().to(device).requires_grad_() for head in _heads(*shape, 2, dtype)]
     exact_heads = [head.detach().double().requires_grad_() for head in heads]
-    y = plan_attention(heads[0], bounds, softcap).attend(*heads, SCALE)
-    exact = attention(*exact_heads, SCALE, bias=bias, softcap=softcap)
-    weights = torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(dtype)
-    found = [y, *torch.autograd.grad(y, heads, weights)]
+    y = plan.attend(*heads, SCALE)
+    exact = attention(*exact_heads, SCALE, bias=_dense_bias(bounds, *shape).to(device), softcap=softcap)
+    weights = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(dtype)
+    results = [y, *torch.autograd.grad(y, heads, weights)]
     expected = [exact, *torch.autograd.grad(exact, exact_heads, weights.double())]
-    for part, reference in zip(found, expected, strict=True):
+    for part, reference in zip(results, expected, strict=True):
         assert part.dtype == dtype
-        assert (part - reference).abs().max() <= ROUNDINGS[dtype] * reference.abs().max()
+        assert (part - reference).abs().max() <= ROUNDINGS[dtype] * reference.abs().max(), (bounds, softcap)
+
+
+def _on(bounds: Bounds, device: str) -> Bounds:
+    tensors = {field: value.to(device) for field, value in vars(bounds).items() if isinstance(value, torch.Tensor)}
+    return dataclasses.replace(bounds, **tensors)
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+def test_plans_equal_a_dense_mask(device: str, dtype: torch.dtype) -> None:
+    for bounds in (*BOUNDS.values(), *(WITHOUT_DOCUMENTS.values() if device == "cuda" else ())):
+        for softcap in (None, 0.8):
+            plan = plan_attention(_heads(3, 200, 2, dtype)[0].to(device), _on(bounds, device), softcap)
+            if device == "cpu":
+                assert isinstance(plan, WindowBlocks if bounds.segment_ids is None else DocumentBlocks)
+            _check(plan, bounds, (3, 200), softcap, device, dtype)
 
 
 @pytest.mark.gpu
@@ -417,14 +409,6 @@ def test_plans_on_a_gpu_equal_a_dense_mask(name: str, softcap: float | None, dty
 def test_ten_lengths_of_flex_attention_on_a_gpu(dtype: torch.dtype) -> None:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for length in LENGTHS:
-            heads = [head.detach().cuda().requires_grad_() for head in _heads(1, length, 2, dtype)]
-            exact_heads = [head.detach().double().requires_grad_() for head in heads]
-            bounds = Bounds(_segments((70, length - 70)).cuda(), 50, SLOPES)
-            bias = _dense_bias(dataclasses.replace(bounds, segment_ids=bounds.segment_ids.cpu()), 1, length).cuda()
-            y = FlexAttention.plan(bounds, heads[0], None).attend(*heads, SCALE)
-            exact = attention(*exact_heads, SCALE, bias=bias)
-            weights = torch.linspace(-1, 1, y.numel(), device="cuda").view(y.shape).to(dtype)
-            found = [y, *torch.autograd.grad(y, heads, weights)]
-            expected = [exact, *torch.autograd.grad(exact, exact_heads, weights.double())]
-            for part, reference in zip(found, expected, strict=True):
-                assert (part - reference).abs().max() <= ROUNDINGS[dtype] * reference.abs().max()
+            bounds = Bounds(_segments((70, length - 70)), 50, SLOPES)
+            plan = FlexAttention.plan(_on(bounds, "cuda"), _heads(1, length, 2, dtype)[0].cuda(), None)
+            _check(plan, bounds, (1, length), None, "cuda", dtype)

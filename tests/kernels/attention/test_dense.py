@@ -11,6 +11,8 @@ from megatron.kernels import products
 from megatron.kernels.attention import dense as attention_file
 from megatron.kernels.attention.bounds import local_bias
 from megatron.kernels.attention.dense import attention, explicit_attention
+from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
+from megatron.kernels.native.library import Library
 
 INFINITY = float("inf")
 
@@ -182,7 +184,7 @@ def test_which_attention_is_explicit(
 
 @pytest.fixture
 def fused_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """What reaches torch's fused attention: dtypes, heads of keys, and whether cuDNN may be chosen."""
+    """The calls of torch's fused attention: dtypes, heads of keys, and True if cuDNN is allowed."""
     calls: list[dict[str, object]] = []
 
     def record(query, key, value, *, attn_mask, enable_gqa, **_):  # type: ignore[no-untyped-def]
@@ -292,3 +294,29 @@ def test_gradients_of_queries_with_low_scores_on_a_gpu(length: int, dtype: torch
     # A query's gradient is a weighted sum of keys whose weights add up to 0, so rounded weights leave some of the 120.
     errors, bound = _errors(heads, exact_bias.to(dtype), exact_bias, 0.125), BOUNDS_ON_A_GPU[dtype]
     assert all(error <= limit for error, limit in zip(errors, (bound, 120 * bound, bound, bound), strict=True)), errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("softcap", "causal"), [(None, True), (0.7, False)])
+def test_attention_with_the_compiled_softmax(
+    compiled: Library, dtype: torch.dtype, softcap: float | None, causal: bool
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8))
+    heads = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    bias = torch.randn(2, 1, 5, 7, generator=generator).masked_fill(torch.rand(2, 1, 5, 7) < 0.3, float("-inf"))
+    bias[1, 0, 2] = float("-inf")
+    options = {"bias": bias, "causal": causal, "softcap": softcap}
+    results = []
+    for kernels, wide in ((Kernels(softmax=Implementation.CSRC), False), (TORCH_KERNELS, False), (TORCH_KERNELS, True)):
+        own = [head.detach().double().requires_grad_() for head in heads] if wide else heads
+        y = explicit_attention(*own, 0.4, kernels=kernels, **options)
+        gradient = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+        results.append([y.detach(), *torch.autograd.grad(y, own, gradient)])
+    for found, expected, exact in zip(*results, strict=True):
+        own_error = (expected - exact).abs().max()
+        assert found.dtype == dtype
+        assert (found - exact).abs().max() <= 1.5 * own_error + torch.finfo(dtype).eps * exact.abs().max()
+    assert not results[0][0][1, :, 2].any()
+    halved = explicit_attention(*heads, 0.4, lambda x: x / 2, kernels=Kernels(softmax=Implementation.CSRC), **options)
+    torch.testing.assert_close(2 * halved, results[0][0])

@@ -61,7 +61,7 @@ class AddingDevice:
 
 @contextmanager
 def adding_device(device: object) -> Iterator[None]:
-    """Has this CPU ask `device` for `addmm` and `mm`."""
+    """Replaces `addmm` and `mm` of this CPU by those of `device`."""
     products._adds_to_float32.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "_ADDING_DEVICES", ("cpu",))

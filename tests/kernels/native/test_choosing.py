@@ -1,4 +1,4 @@
-"""What was asked for, what is there, and what was measured decide together."""
+"""The choice by flag, by available implementations, and by measured speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A library that does not fit is noticed, said in one line, and not used."""
+"""A library that does not fit is rejected with one warning."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What training does with the compiled operations."""
+"""Training with the compiled operations."""

@@ -1,4 +1,4 @@
-"""Products in eight bits: values and scales beside an independent computation, torch's product beside the emulation."""
+"""FP8 products: values and scales against an independent computation, torch's product against the emulation."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def with_gradients(float8: Float8 | None, x: torch.Tensor, weight: torch.Tensor,
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.gradient_dtype}-{'rows' if form.by_row else 'whole'}")
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_torchs_product_equals_the_emulation(form: Float8, has_bias: bool) -> None:
-    """What a GPU runs, run by torch on the CPU."""
+    """The products of a GPU, computed by torch on the CPU."""
     bias = drawn(48, size=0.02) if has_bias else None
     inputs = (drawn(2, 32, 64), drawn(48, 64, size=0.02, seed=2), bias, drawn(2, 32, 48, size=1e-4, seed=3))
     try:

@@ -9,29 +9,31 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.kernels.choice import Implementation, Kernels
+from megatron.kernels.choice import TORCH_KERNELS, Implementation, Kernels
 from megatron.kernels.native.library import Library
 from megatron.model.gpt import OUTPUT_LAYER
-from megatron.model.interface.step_context import Recompute, StepSettings
+from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from tests.helpers.networks import SEED, build_gpt, forward, mean_loss, tiny_config
 
 MESH = ParallelMesh.single()
 SILU = {"activation_function": "silu", "gated_linear_unit": True, "residual_multiplier": 0.5}
+ROTARY = {"position_embedding_type": "rope", "num_query_groups": 2}
+DOCUMENTS = StepSettings(seed=SEED, restart_positions=True, mask=MaskKind.DOCUMENTS)
+COMPILED = Kernels(**dict.fromkeys(("activation", "dropout_add", "softmax", "rotary"), Implementation.CSRC))
 SANDWICH = {"norm_placement": "sandwich", "bias_gelu_fusion": False}
 
 
-def _losses(implementation: Implementation, recompute: Recompute, changes: dict[str, Any]) -> list[float]:
-    """Losses of four steps of SGD."""
-    kernels = Kernels(activation=implementation, dropout_add=implementation)
-    config = tiny_config(hidden_dropout=0.1, attention_dropout=0.2, **changes)
+def _losses(kernels: Kernels, changes: dict[str, Any], settings: StepSettings) -> list[float]:
+    """Losses of three steps of SGD."""
+    config = tiny_config(**{"hidden_dropout": 0.1, "attention_dropout": 0.2, **changes})
     model = build_gpt(config, dataclasses.replace(MESH, kernels=kernels)).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for step in range(4):
+    for step in range(3):
         tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(step))
-        settings = StepSettings(seed=SEED, recompute=recompute)
-        output = forward(model, tokens, torch.arange(3) + 3 * step, settings=settings)
+        segments = (tokens % 5 == 0).cumsum(dim=1) if settings.needs_segments else None
+        output = forward(model, tokens, torch.arange(3) + 7 * step, segments, settings=settings)
         loss = mean_loss(output, tokens.roll(-1, dims=1), model.layer(OUTPUT_LAYER).axis)
         optimizer.zero_grad()
         loss.backward()
@@ -42,15 +44,26 @@ def _losses(implementation: Implementation, recompute: Recompute, changes: dict[
 
 @pytest.mark.parametrize(
     ("recompute", "changes"),
-    [(Recompute.NONE, {}), (Recompute.BLOCKS, SILU), (Recompute.NONE, SANDWICH)],
+    [
+        (Recompute.NONE, {}),
+        (Recompute.BLOCKS, SILU),
+        (Recompute.NONE, SANDWICH),
+        (Recompute.NONE, {**ROTARY, "rotary_percent": 0.5, "rotary_interleaved": True, "attention_logit_softcap": 5.0}),
+        (Recompute.ATTENTION, {**ROTARY, "qk_layernorm": True, "num_layers": 1}),
+        (Recompute.NONE, {**ROTARY, "attention_output_gate": True, "num_layers": 1}),
+        (Recompute.NONE, {"position_embedding_type": "alibi", "num_layers": 1}),
+        (None, ROTARY),  # documents
+    ],
 )
 def test_losses_do_not_depend_on_the_implementation(
-    compiled: Library, recompute: Recompute, changes: dict[str, Any]
+    compiled: Library, recompute: Recompute | None, changes: dict[str, Any]
 ) -> None:
-    expected = _losses(Implementation.TORCH, recompute, changes)
-    found = _losses(Implementation.CSRC, Recompute.NONE, changes)
-    assert max(abs(one / other - 1) for one, other in zip(found, expected, strict=True)) <= 1e-6
-    assert _losses(Implementation.CSRC, recompute, changes) == found
+    changes = {"init_method_std": 0.2, **changes} if "position_embedding_type" in changes else changes
+    settings = DOCUMENTS if recompute is None else StepSettings(seed=SEED, recompute=recompute)
+    expected = _losses(TORCH_KERNELS, changes, settings)
+    assert _losses(COMPILED, changes, settings) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    without_dropout = _losses(COMPILED, {**changes, "attention_dropout": 0.0}, settings)
+    assert expected[0] != pytest.approx(without_dropout[0], abs=1e-5)
 
 
 class _Additions(TorchDispatchMode):

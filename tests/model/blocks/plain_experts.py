@@ -62,7 +62,7 @@ def _taken(expert: int, choices: list[dict[int, torch.Tensor]], config: ModelCon
 def _mixed(
     weights: Mapping[str, torch.Tensor], token: torch.Tensor, routed: torch.Tensor, config: ModelConfig
 ) -> torch.Tensor:
-    """What DeepSpeed's `MoE.forward` makes of its experts with `use_residual`: `coef = softmax(coefficient(x))`,
+    """DeepSpeed's `MoE.forward` with `use_residual`: `coef = softmax(coefficient(x))`,
     `output * coef[0] + mlp(x) * coef[1]`.
     """
     name = "residual.dense.linear_fc"

@@ -1,4 +1,4 @@
-"""Which tokens an expert with a capacity takes; ranks that share samples decide as one."""
+"""The tokens that an expert with a capacity accepts; ranks that share samples decide together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the sites of hidden dropout drop: one mask a site, the same wherever a part of a sequence is computed."""
+"""Hidden dropout: one mask per site, independent of the rank that computes a part of a sequence."""
 
 from __future__ import annotations
 

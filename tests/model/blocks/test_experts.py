@@ -237,7 +237,7 @@ def collapsed(mode: str, mesh: ParallelMesh | None = None) -> Experts:
 
 
 def order_of_events(mesh: ParallelMesh, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[str]]:
-    """What happens in a forward and in a backward pass: exchanges that begin and finish, and the shared expert."""
+    """The order of events in forward and backward: start and end of exchanges, and the shared expert."""
     events: list[str] = []
 
     def recording(name: str) -> Callable[..., torch.Tensor]:
@@ -276,7 +276,7 @@ Divided = list[tuple[dict[str, dict[str, torch.Tensor]], tuple[list[str], list[s
 
 @pytest.fixture(scope="module")
 def over_two_ranks() -> Divided:
-    """What `divided` found on each of two ranks."""
+    """The results of `divided` on each of two ranks."""
     return run_ranks(divided, 2)
 
 

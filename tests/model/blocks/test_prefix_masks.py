@@ -1,4 +1,4 @@
-"""What a prefix-trained network sees: everything inside a prefix, only the past after it, no other document."""
+"""Attention of a prefix-trained network: all of a prefix, only the past after it, no other document."""
 
 from __future__ import annotations
 

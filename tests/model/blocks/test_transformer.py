@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, what its tensor-parallel ranks send, and in how many calls it runs."""
+"""A block's saved tensors, its tensor-parallel communication, and its number of calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def run_block(rank: int) -> dict[str, tuple[bool, torch.Tensor, torch.Tensor]]:
-    """Whether the input of a block outlives its forward pass, its output and the gradient of its input."""
+    """Runs a block; returns True if its input outlives forward, its output, and the gradient of its input."""
     mesh = open_mesh(Layout(2))
     config = tiny_config(hidden_dropout=0.0, attention_dropout=0.0)
     block = TransformerBlock(config, mesh, 0)

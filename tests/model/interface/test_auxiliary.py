@@ -1,4 +1,4 @@
-"""Losses that layers add: hidden states are unchanged, gradients are those of the sum, recompute counts once."""
+"""Auxiliary losses: hidden states are unchanged, gradients are summed, recomputation counts once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What accompanies the hidden states: positions and masks of documents, and the way over a stage boundary."""
+"""The context of a micro-batch: positions and masks of documents, and passing it to the next stage."""
 
 from __future__ import annotations
 

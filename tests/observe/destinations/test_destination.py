@@ -44,8 +44,8 @@ class Fragile:
     def task(self, progress: Progress, task: TaskOutcome) -> None:
         self._take("task", progress.step)
 
-    def passed(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        self._take("passed", batch["step"])
+    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
+        self._take("skipped_batch", batch["step"])
 
     def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
         self._take("failed_save", progress.step)
@@ -88,13 +88,13 @@ def test_a_file_is_tried_again_at_every_record(capsys: pytest.CaptureFixture[str
     run(file)
     assert file.recorded == [*(f"{'step' if step else 'start'} {step}" for step in (0, 1, 2, 5, 6, 8)),
                              "evaluation 8", "task 8", "close -1"]  # fmt: skip
-    failed = "FILE cannot be written: No space left on device. The run continues without it and tries again at every"
+    failed = "FILE cannot be written: No space left on device. The run continues without it and retries with every"
     assert warnings(capsys) == [
         f"{failed} record.",
-        "FILE is written again; it lacks records of steps 3 to 4.",
+        "FILE works again; records of steps 3 to 4 are missing.",
         f"{failed} record.",
-        "FILE is written again; it lacks records of steps 3 to 7.",
-        "FILE lacks records of steps 3 to 7 (No space left on device).",
+        "FILE works again; records of steps 3 to 7 are missing.",
+        "FILE: records of steps 3 to 7 are missing (No space left on device).",
     ]
 
 
@@ -103,8 +103,8 @@ def test_a_buffered_destination_is_off_and_lacks_what_was_not_flushed(capsys: py
     run(destination)
     assert destination.recorded[-1] == "step 5"  # which was handed over, and not flushed
     assert warnings(capsys) == [
-        "FILE cannot be written: No space left on device. The run continues without it until it is started again.",
-        "FILE lacks records of steps 5 to 8 (No space left on device).",
+        "FILE cannot be written: No space left on device. The run continues without it until it is restarted.",
+        "FILE: records of steps 5 to 8 are missing (No space left on device).",
     ]
 
 
@@ -118,7 +118,7 @@ def test_whatever_a_client_library_raises(
     run(Fragile({0, -1}, failure=failure))
     said = warnings(capsys)
     assert f"FILE cannot be written: {reason}" in said[0]
-    assert "FILE lacks records of steps 0 to 0" in said[-1]
+    assert "FILE: records of steps 0 to 0 are missing" in said[-1]
 
 
 def test_an_interrupt_is_not_swallowed() -> None:
@@ -130,7 +130,7 @@ def test_a_typed_error_is_shown_by_its_cause(capsys: pytest.CaptureFixture[str])
     failure = StorageError("a long text that names the file again")
     failure.__cause__ = OSError(122, "Disk quota exceeded")
     run(Fragile({8}, failure=failure))
-    assert warnings(capsys)[-1] == "FILE lacks records of steps 8 to 8 (Disk quota exceeded)."
+    assert warnings(capsys)[-1] == "FILE: records of steps 8 to 8 are missing (Disk quota exceeded)."
 
 
 def test_tensorboard_s_writer_thread_dies_of_a_full_disk(
@@ -156,6 +156,6 @@ def test_tensorboard_s_writer_thread_dies_of_a_full_disk(
     said = [line for line in warnings(capsys) if line.startswith("TensorBoard")]
     assert said == [
         f"TensorBoard in {tmp_path} cannot be written: No space left on device. The run continues without it until it "
-        "is started again.",
-        f"TensorBoard in {tmp_path} lacks records of steps 2 to 4 (No space left on device).",
+        "is restarted.",
+        f"TensorBoard in {tmp_path}: records of steps 2 to 4 are missing (No space left on device).",
     ]

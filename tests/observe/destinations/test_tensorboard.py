@@ -77,7 +77,7 @@ def test_the_events_file_reads_back(tmp_path: Path) -> None:
     for step in (5, 6, 7, 8):
         writer.step(metrics(iteration=step, lm_loss=float(step)))
     writer.interval(metrics())
-    writer.passed(Progress(8, 72, 1152), {"step": 9}, 2)
+    writer.skipped_batch(Progress(8, 72, 1152), {"step": 9}, 2)
     writer.failed_save(Progress(8, 64, 1024), 6, "the disk is full", 2)
     writer.evaluation(Progress(8, 64, 1024), "valid", 2.0)
     writer.evaluation(Progress(9, 72, 1152), "valid", None)

@@ -132,10 +132,10 @@ def test_a_schedule_is_built_once() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("gpipe", 2, 1, 4), "no pipeline schedule 'gpipe'. Use one of 1f1b, interleaved, zb-h1"),
-        (("1f1b", 2, 2, 4), "1f1b does not take 2 chunks a rank. Use 1"),
-        (("interleaved", 2, 1, 4), "interleaved does not take 1 chunk a rank. Use 2"),
-        (("zbv", 2, 3, 4), "zbv does not take 3 chunks a rank. Use 2"),
+        (("gpipe", 2, 1, 4), "Unknown pipeline schedule 'gpipe'. Use one of 1f1b, interleaved, zb-h1"),
+        (("1f1b", 2, 2, 4), "1f1b does not support 2 chunks per rank. Use 1"),
+        (("interleaved", 2, 1, 4), "interleaved does not support 1 chunk per rank. Use 2"),
+        (("zbv", 2, 3, 4), "zbv does not support 3 chunks per rank. Use 2"),
     ],
 )
 def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int], said: str) -> None:

@@ -47,11 +47,11 @@ def test_pauses_blanks_and_quotes_mean_nothing(tmp_path: Path, end: str) -> None
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("0F0,0G0\n", "'0G0' in the row of rank 0 is no computation. Write chunk, F, B"),
-        ("0SEND_F0\n", "'0SEND_F0' in the row of rank 0 is no computation"),
-        ("\n,,\n", "it holds no computations"),
+        ("0F0,0G0\n", "'0G0' in the row of rank 0 is not a computation. Write chunk, F, B"),
+        ("0SEND_F0\n", "'0SEND_F0' in the row of rank 0 is not a computation"),
+        ("\n,,\n", "it has no computations"),
         ("0F0,0B0\r0F1,0B1\r", "chunk 0 is in the rows of ranks 0 and 1"),
-        ("0" * 200_000 + "\n", "in the row of rank 0 is no computation"),
+        ("0" * 200_000 + "\n", "in the row of rank 0 is not a computation"),
         ("0F0,0B0\n0F1,0B1\n", "chunk 0 is in the rows of ranks 0 and 1"),
         ("0F0,0B0\n2F0,2B0\n", "chunk 1 of 0 to 2 is missing"),
         ("0F0,0B0,2F0,2B0\n1F0,1B0\n", "rank 1 has 1 chunk and rank 0 has 2"),
@@ -70,7 +70,7 @@ def test_pauses_blanks_and_quotes_mean_nothing(tmp_path: Path, end: str) -> None
         (GOOD.replace("0F1,", "").replace("0B1", ""), "chunk 0 has nothing for micro-batch 1"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
-            "the schedule can never end: 0B0 on rank 0 waits for 1B0, which comes after 1F1 on rank 1; 1F1 on rank 1 "
+            "the schedule deadlocks: 0B0 on rank 0 waits for 1B0, which comes after 1F1 on rank 1; 1F1 on rank 1 "
             "waits for 0F1, which comes after 0B0 on rank 0. Change the order of one of these ranks.",
         ),
         (GOOD + "2F0,2B0,2F1,2B1\n", "is for 3 ranks (--pipeline-model-parallel-size 2)"),

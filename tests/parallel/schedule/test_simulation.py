@@ -84,5 +84,5 @@ def test_activations_live_until_the_gradients_of_weights() -> None:
     ],
 )
 def test_a_deadlock_names_its_circle(orders: tuple[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"can never end: {re.escape(said)}$"):
+    with pytest.raises(ConfigError, match=f"deadlocks: {re.escape(said)}$"):
         simulate([order(text) for text in orders], TWO)

@@ -31,7 +31,7 @@ def test_002_3_the_gpu_file_runs_on_a_cpu_with_a_warning(
     assert train.main(["--config", "gpu.json", *TINY]) == 0
     (run,) = Path("logs").glob("[a-z]*")
     assert len(losses(run)) == 2
-    assert 'gpu.json: "trainer.device" is cuda, and this run computes on cpu' in capfd.readouterr().err
+    assert 'gpu.json: "trainer.device" is cuda, but this run uses cpu' in capfd.readouterr().err
 
 
 def test_full_is_read_from_local_shards(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,30 +15,24 @@ from examples.gpt2_all_in.flags import AllInOneTrainer
 from megatron.config.flags.fields import flags_of
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.programs import forking_python
+from tests.helpers.commands.guides import blocks, page, run_commands
 from tests.helpers.projects.all_in_one import MODEL
 
 ROOT = Path(__file__).resolve().parents[3]
-GUIDE = (ROOT / "docs" / "seeds" / "gpt2_all_in.md").read_text()
+GUIDE = page("seeds/gpt2_all_in.md")
 INTERVALS = {"log_interval", "ckpt_interval", "valid_interval", "n_workers", "lr", "n_epochs", "ckpt_path", "log_path"}
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_every_command_of_the_guide_works(tmp_path: Path) -> None:
-    for name in ("pretrain_gpt.py", "megatron", "trident", "tools", "examples"):
-        (tmp_path / name).symlink_to(ROOT / name)
     small = {
         "dataset": "dev",
         "model": {**MODEL, "n_ctx": 24},
         "trainer": {"batch_size": 512, "lr": 1e-2, "log_interval": 5, "ckpt_interval": 10},
     }
     (tmp_path / "cpu.json").write_text(json.dumps(small))
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", GUIDE, flags=re.S))
-    program = f'set -euo pipefail\npython() {{ "{forking_python()}" "$@"; }}\n{blocks}'
-    finished = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=500)
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-    output = finished.stdout + finished.stderr
+    output = "".join(run_commands(tmp_path, "\n".join(blocks("seeds/gpt2_all_in.md")), examples=True))
     assert re.search(r"(?m)^Step: 5 \| Loss: \d\.\d{3}$", output)
     assert re.search(r"train: shards/train-\* \[0, \d+\): .* 1.00 epochs", output)
     assert len(list((tmp_path / "logs" / "benchmark").glob("*.log"))) == 2

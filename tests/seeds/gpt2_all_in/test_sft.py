@@ -92,5 +92,5 @@ def test_a_model_without_layers_to_freeze_or_without_a_checkpoint_is_refused(
         sft.main(["--model", str(fine_tuning.base), "--dev", "--layers", "2"])
     with pytest.raises(ConfigError, match="Give either --data FILE, the chat pairs, or --dev"):
         sft.main(["--model", str(fine_tuning.base)])
-    with pytest.raises(CheckpointError, match=f"there is no checkpoint in {tmp_path}"):
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}"):
         sft.main(["--model", str(tmp_path), "--dev"])

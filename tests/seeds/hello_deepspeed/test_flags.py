@@ -120,9 +120,9 @@ def test_an_experiment_is_continued_with_its_own_flags(experiment: Path, asked: 
 
 
 def test_an_experiment_keeps_its_shape(experiment: Path) -> None:
-    with pytest.raises(ConfigError, match="--h_dim 64 was given, and the experiment in .* has 32"):
+    with pytest.raises(ConfigError, match="--h_dim 64 was given, but the experiment in .* has 32"):
         continued(read("--load_checkpoint_dir", str(experiment), "--h_dim", "64")[0])
-    with pytest.raises(ConfigError, match="--h_dim 256 was given, and the experiment in .* has 32"):
+    with pytest.raises(ConfigError, match="--h_dim 256 was given, but the experiment in .* has 32"):
         continued(
             read("--load_checkpoint_dir", str(experiment), "--h_dim", "256")[0]
         )  # the default, but it was asked for

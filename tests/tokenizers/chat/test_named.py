@@ -54,7 +54,7 @@ def test_system_message_is_written(name):
 
 
 def test_dsgpt2_refuses_system_messages():
-    with pytest.raises(DataError, match="dsgpt2 knows no system messages"):
+    with pytest.raises(DataError, match="dsgpt2 has no system messages"):
         load_chat_template("dsgpt2", None).render([SYSTEM, *CONVERSATION], add_generation_prompt=False)
 
 

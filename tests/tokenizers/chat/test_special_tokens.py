@@ -32,21 +32,21 @@ def special(tmp_path_factory):
 )
 def test_marks_stand_where_a_token_could_be_read(content, guarded, special):
     guard = Guard(special, [content])
-    assert guard.applied(content) == guarded.replace("|", guard.mark)
+    assert guard.mark_tokens(content) == guarded.replace("|", guard.mark)
 
 
 def test_private_characters_are_those_that_no_text_has():
     first, second = private_characters(["a", "\U000f0000\U000f0002"], 2)
     assert private_characters(["a"], 2) == ["\U000f0000", "\U000f0001"]
     assert (first, second) == ("\U000f0001", "\U000f0003")
-    with pytest.raises(DataError, match="every character for private use"):
+    with pytest.raises(DataError, match="every private-use character"):
         private_characters(["".join(map(chr, range(0xF0000, 0xFFFFE)))], 1)
 
 
 def test_pieces_end_at_tokens_and_at_cuts(tmp_path):
     special = SpecialTokens(hugging_face_with(tmp_path, ("<usr>", "</s>"), "</s>"))
     text = "ab<usr>cdef</s>"
-    pieces = list(special.pieces(text, [1, 9, 15]))
+    pieces = list(special.split(text, [1, 9, 15]))
     assert [text[first:last] for first, last, _ in pieces] == ["a", "b", "<usr>", "cd", "ef", "</s>"]
     assert [number for _, _, number in pieces if number is not None] == [special.ids["<usr>"], special.ids["</s>"]]
     assert special.first_after(text, 0, len(text)) == (2, 7)
@@ -56,5 +56,5 @@ def test_pieces_end_at_tokens_and_at_cuts(tmp_path):
 
 def test_tokenizer_that_makes_special_tokens_of_letters_is_refused(tmp_path):
     special = SpecialTokens(hugging_face_with(tmp_path, ("<usr>", "§", "</s>"), "</s>"))
-    with pytest.raises(DataError, match="letters of '§' into a special token"):
+    with pytest.raises(DataError, match="letters of '§' as a special token"):
         special.encode("§", "\U000f0000")

@@ -167,7 +167,7 @@ def test_unclear_answers_are_refused(gpt2):
         "{% for message in messages %}{{ '<usr>' }}{{ message.content | length }}{{ message.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<sys>{% endif %}"
     )
-    with pytest.raises(ConfigError, match=r"--chat-template counting .*different.*use another template"):
+    with pytest.raises(ConfigError, match=r"--chat-template counting.*ambiguous.*or use another one"):
         ChatTemplate("counting", source).example_ids(
             [{"role": "user", "content": "now?"}, {"role": "assistant", "content": "yes"}], gpt2
         )
@@ -219,7 +219,7 @@ def test_stop_ids_are_end_of_document_and_the_end_of_an_answer(gpt2):
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
-        ([], "holds no messages"),
+        ([], "has no messages"),
         ([{"role": "tool", "content": "x"}], "Message 0 has the role 'tool'"),
         ([{"role": "user", "content": None}], "Message 0 .user. has the content None"),
     ],

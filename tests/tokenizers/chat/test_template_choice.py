@@ -38,7 +38,7 @@ def test_of_several_templates_the_default_is_used(tmp_path):
     config(tmp_path, chat_template=named)
     assert load_chat_template(None, tmp_path).render(MESSAGES, add_generation_prompt=False) == "d"
     config(tmp_path, chat_template=named[:1])
-    with pytest.raises(ConfigError, match=r"\['tool_use'\], none of which is called default"):
+    with pytest.raises(ConfigError, match=r"\['tool_use'\], but none named default"):
         load_chat_template(None, tmp_path)
 
 
@@ -50,7 +50,7 @@ def test_template_of_a_file(tmp_path):
     found = load_chat_template(str(tmp_path / "tokenizer_config.json"), None)
     assert found.render(MESSAGES, add_generation_prompt=False) == "<e>"
     config(tmp_path, eos_token="<e>")
-    with pytest.raises(ConfigError, match=r"tokenizer_config.json has no chat_template"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json contains no chat_template"):
         load_chat_template(str(tmp_path / "tokenizer_config.json"), None)
 
 
@@ -58,7 +58,7 @@ def test_unknown_names_and_bad_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="--chat-template vicuna is neither plain, chatml, llama, dsgpt2 nor a file"):
         load_chat_template("vicuna", None)
     config(tmp_path, chat_template=7)
-    with pytest.raises(ConfigError, match="chat_template holds 7; it must be a text"):
+    with pytest.raises(ConfigError, match="chat_template holds 7; it must be a string"):
         load_chat_template(None, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"holds \[1\]; it must hold one JSON object"):

@@ -36,7 +36,7 @@ TEXTS = st.text(
 @settings(deadline=None)
 @given(text=TEXTS, piece_bytes=st.integers(0, 9))
 def test_pieces_are_the_text(text: str, piece_bytes: int) -> None:
-    pieces = list(LongText(bytearray(text.encode())).pieces(piece_bytes))
+    pieces = list(LongText(bytearray(text.encode())).chunks(piece_bytes))
     assert "".join(pieces) == text
     for before, after in pairwise(pieces):
         assert after[0] == " " and not before[-1:].isspace()
@@ -49,7 +49,7 @@ def test_pieces_give_the_ids_of_the_whole(_gpt2: Tokenizer, text: str) -> None:
     for tokenizer in (_gpt2, _tokenizer(_llama(_gpt2))):
         whole, _ = tokenizer.encode_flat([text])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(LongText.pieces, "__defaults__", (3,))
+            patch.setattr(LongText.chunks, "__defaults__", (3,))
             ids = encode_long(tokenizer, LongText(bytearray(text.encode())), np.int32)
         assert ids.dtype == np.int32
         assert ids.tolist() == whole.tolist()
@@ -94,4 +94,4 @@ def test_other_tokenizers_get_the_text_in_one_piece(_gpt2: Tokenizer, change: ob
 
 def test_a_model_without_pre_tokenization_is_not_split() -> None:
     assert not can_cut_before_spaces(Reference(models.BPE()))
-    assert long_text._PIECE_BYTES < 16 << 20
+    assert long_text._CHUNK_BYTES < 16 << 20

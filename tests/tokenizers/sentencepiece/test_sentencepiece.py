@@ -10,7 +10,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.encoders.fast_encoder import FastEncoder, hard_texts
+from megatron.tokenizers.encoders.fast_encoder import FastEncoder, edge_cases
 from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.sentencepiece_models import TYPES, load, write_model
@@ -39,7 +39,7 @@ def test_ids_are_those_of_sentencepiece(
     said = capsys.readouterr().err
     assert tokenizer.library == library
     assert ("encoding with the sentencepiece library" in said) == (library == "sentencepiece")
-    texts = [*hard_documents(400), *hard_texts(["<s>", "</s>", "<sep>"]), "of the end <sep>of the", " \u2581 \u2581a"]
+    texts = [*hard_documents(400), *edge_cases(["<s>", "</s>", "<sep>"]), "of the end <sep>of the", " \u2581 \u2581a"]
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == reference.encode(text), repr(text[:80])
     again = load(path, known_library=tokenizer.library)
@@ -102,7 +102,7 @@ def test_long_texts_may_be_split_before_spaces(
 
 
 def encode_pieces(tokenizer: Tokenizer, text: str) -> list[int]:
-    first, *rest = LongText(bytearray(text.encode())).pieces(60)
+    first, *rest = LongText(bytearray(text.encode())).chunks(60)
     return [*tokenizer.encode(first), *(token for piece in rest for token in tokenizer.encode_rest(piece).tolist())]
 
 
@@ -133,13 +133,13 @@ def test_a_disagreeing_gigatoken_is_not_used(
 
 
 def test_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="Llama2Tokenizer needs --tokenizer-model"):
+    with pytest.raises(ConfigError, match="Llama2Tokenizer requires --tokenizer-model"):
         build_tokenizer(TokenizerChoice("Llama2Tokenizer"))
     with pytest.raises(ConfigError, match="--tokenizer-model /nowhere.model is not a file"):
         load(Path("/nowhere.model"))
     with pytest.raises(ConfigError, match="small.model has none. Use GPTSentencePieceTokenizer"):
         load(write_model(tmp_path, bos_id=-1), "Llama2Tokenizer")
-    with pytest.raises(ConfigError, match="small.model names no end-of-document token"):
+    with pytest.raises(ConfigError, match="small.model has no end-of-document token"):
         _ = load(write_model(tmp_path, eos_id=-1)).eod_id
     for content in (b"", b"{}", b"\x0a\xff", write_model(tmp_path).read_bytes()[:2000]):
         path = tmp_path / "broken.model"
@@ -151,5 +151,5 @@ def test_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(DataError, match=r"broken.model .* is not a SentencePiece model: 'utf-8' codec can't decode"):
         load(path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ConfigError, match="small.model needs the sentencepiece package"):
+    with pytest.raises(ConfigError, match="small.model requires the sentencepiece package"):
         load(write_model(tmp_path))

@@ -123,7 +123,7 @@ def test_flags_that_contradict_each_other(tmp_path: Path) -> None:
     assert done.returncode == 64 and b"--input none.jsonl cannot be read" in done.stderr
 
 
-SAID = {signal.SIGTERM: b"ended by SIGTERM", signal.SIGINT: b"interrupted from the keyboard"}
+SAID = {signal.SIGTERM: b"terminated by SIGTERM", signal.SIGINT: b"interrupted from the keyboard"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -136,4 +136,4 @@ def test_unknown_commands_are_reported(tool: Tool, folder: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 65 and "absent.db: there is no such SQLite file" in done.stderr
+    assert done.returncode == 65 and "absent.db: no such SQLite file" in done.stderr

@@ -49,7 +49,7 @@ def test_the_demo_corpus_rejects_an_unwritable_path_and_a_small_size(tmp_path: P
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "file" / "demo.jsonl"))
     assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path))
-    assert done.returncode == 64 and f"--output {tmp_path} is a folder. Give the path" in done.stderr
+    assert done.returncode == 64 and f"--output {tmp_path} is a folder" in done.stderr
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
 
@@ -65,7 +65,7 @@ def test_an_unwritable_output_is_reported_before_the_corpus_is_read(
 def test_a_python_without_enough_text_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "corpus_documents", lambda: iter([("a", "b" * 300)]))
     with pytest.raises(
-        DataError, match=r"Only 3\d\d bytes of source text are all that this Python .* contains; 10000000 are needed"
+        DataError, match=r"Only 3\d\d bytes of source text are in this Python .*; 10000000 are required"
     ):
         demo_module.write_demo_corpus(tmp_path / "demo.jsonl", 10_000_000)
     assert not list(tmp_path.iterdir())

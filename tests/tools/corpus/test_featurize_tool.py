@@ -132,7 +132,7 @@ def test_the_stride_follows_from_the_window() -> None:
 def test_damaged_inputs_end_with_their_exit_code(folder: Path) -> None:
     (folder / "bad.parquet").write_bytes(b"PAR1")
     done = tool(folder, "corpus/windows_to_tokens.py", "--windows bad.parquet --output-prefix none")
-    assert done.returncode == 65 and "bad.parquet is not a Parquet file" in done.stderr
+    assert done.returncode == 65 and "bad.parquet is not a readable Parquet file" in done.stderr
     assert "Traceback" not in done.stderr
 
 

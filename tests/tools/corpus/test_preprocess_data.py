@@ -121,7 +121,7 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
     assert done.returncode == 0 and b"Processed 3 documents" in done.stderr
-    assert b"2 documents" in done.stderr and b"1 bad lines left out" in done.stderr
+    assert b"2 documents" in done.stderr and b"1 bad lines skipped" in done.stderr
 
 
 def test_flags_of_other_forks_are_accepted_with_a_warning(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_partitioned_run_continues_where_it_stopped(tmp_path: Path, choice: To
     words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--partitions", "4", "--workers", "2")
     done = run(words, tmp_path)
     assert done.returncode == 65
-    assert b"3 of 4 parts are finished and stay in .out_text_document.parts; the same command continues" in done.stderr
+    assert b"3 of 4 parts are finished and kept in .out_text_document.parts; the same command continues" in done.stderr
     done = run([*words, "--append-eod"], tmp_path)
     assert done.returncode == 64 and b"with other --append-eod: false then, true now" in done.stderr
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
@@ -166,7 +166,7 @@ def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerCho
     words = ["--input", "bad.jsonl", "--output-prefix", "bad", "--on-bad-line", "skip"]
     done = run(command(choice, *words), tmp_path)
     assert done.returncode == 0
-    assert b"0 tokens were written (0 empty documents and 2 bad lines left out)" in done.stderr
+    assert b"0 tokens were written (0 empty documents and 2 bad lines skipped)" in done.stderr
     (tmp_path / "half.jsonl").write_bytes(b'{"text": "", "other": "b"}\n')
     done = run(
         command(choice, "--input", "half.jsonl", "--output-prefix", "h", "--json-keys", "text", "other"), tmp_path
@@ -181,7 +181,7 @@ def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerCho
         (["--input", "none.jsonl"], "--input none.jsonl cannot be read"),
         (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
         (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is unknown"),
-        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is unknown"),
+        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "unknown --tokenizer-type Parrot"),
         (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is not a language"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "contains a key twice"),
         (

@@ -11,7 +11,7 @@ import pytest
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.parallel.schedule.actions import Schedule
 from megatron.parallel.schedule.building import build_schedule
-from tools.runs.schedule_drawing import spans_of, svg, text_lines, title_of
+from tools.runs.schedule_drawing import svg, text_lines, timeline_of, title_of
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -25,7 +25,7 @@ def test_every_computation_is_a_box_at_its_time(name: str) -> None:
     schedule = small(name)
     tree = ElementTree.fromstring(svg(schedule))
     boxes = [element for element in tree.iter(f"{NAMESPACE}rect") if element.get("class") == "box"]
-    spans = spans_of(schedule)
+    spans = timeline_of(schedule)
     assert len(boxes) == len(spans)
     rows: dict[float, list[tuple[float, float]]] = {}
     for box in boxes:

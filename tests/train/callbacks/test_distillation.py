@@ -60,10 +60,10 @@ def whole(corpus: TinyCorpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     notes.mkdir()
     (notes / "read.me").touch()
     refused = {
-        "there is no checkpoint in": {"load_teacher": notes},
-        "--num-layers-teacher is 4, and the teacher": {"num_layers_teacher": 4},
-        "has a vocabulary of 600 and this network one of 640": {"vocab_size": 640},
-        "has 32 positions, which is less than --seq-length 40": {"seq_length": 40, "max_position_embeddings": 40},
+        "no checkpoint in": {"load_teacher": notes},
+        "--num-layers-teacher is 4, but the teacher": {"num_layers_teacher": 4},
+        "has a vocabulary of 600, this network of 640": {"vocab_size": 640},
+        "has 32 positions, less than --seq-length 40": {"seq_length": 40, "max_position_embeddings": 40},
     }
     commands = [
         corpus.flags(**teacher),
@@ -124,15 +124,15 @@ def test_a_checkpoint_holds_the_student_alone(whole: Path) -> None:
 @pytest.mark.parametrize(
     ("teacher", "flags", "sentence"),
     [
-        ({"num_attention_heads": 3, "hidden_size": 48}, "", "cannot be split as this run is: 3 attention heads"),
+        ({"num_attention_heads": 3, "hidden_size": 48}, "", "cannot be split like this run: 3 attention heads"),
         (
             {"num_attention_heads": 2},
             "--ds-sequence-parallel-size 2 --seq-length 32 --num-attention-heads 4",
-            "cannot be split as this run is: 2 attention heads cannot be split over 4 ranks",
+            "cannot be split like this run: 2 attention heads cannot be split over 4 ranks",
         ),
-        ({"ffn_hidden_size": 99}, "", "cannot be split as this run is: --ffn-hidden-size 99"),
-        ({"bidirectional": True}, "", "is an encoder, which predicts no next tokens"),
-        ({}, "--num-experts-teacher 4", "--num-experts-teacher is 4, and the teacher t has 1"),
+        ({"ffn_hidden_size": 99}, "", "cannot be split like this run: --ffn-hidden-size 99"),
+        ({"bidirectional": True}, "", "is an encoder, which does not predict next tokens"),
+        ({}, "--num-experts-teacher 4", "--num-experts-teacher is 4, but the teacher t has 1"),
         ({}, "", None),
     ],
 )

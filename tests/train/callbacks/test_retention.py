@@ -105,7 +105,7 @@ def test_tools_leave_a_copy_alone_that_is_being_made(
     with checkpoints._locked(copies, ""):  # and the other way round
         made.after_save(save_state(tmp_path / "run", 6), MESH)
     said = capsys.readouterr().err
-    assert f"--save-secondary {copies} has no copy of iter_0000006: {copies} is in use by run" in said
+    assert f"iter_0000006 was not copied to --save-secondary {copies}: {copies} is in use by run" in said
     made.after_save(save_state(tmp_path / "run", 8), MESH)
     assert folders(copies) == ["iter_0000002", "iter_0000004", "iter_0000008"]
 
@@ -118,7 +118,7 @@ def test_the_copies_of_another_run_are_not_mixed_with_ours(corpus: TinyCorpus, t
     flags = corpus.flags("--save-secondary", str(others), folder=tmp_path / "second", **{**short, "train_iters": 3})
     code, text = train(flags)
     assert code == ExitCode.STORAGE
-    assert "holds checkpoints of run" in text and "Give --save-secondary another folder" in text
+    assert "has checkpoints of run" in text and "Use another --save-secondary folder" in text
     assert folders(others) == ["iter_0000002"]
 
 

@@ -158,8 +158,8 @@ def test_a_failed_save_is_reported_and_training_continues(disk: Disk, capsys: py
     run.saving.save(run)
     said = capsys.readouterr().err
     assert "cannot write checkpoints: No space left on device." in said
-    assert "Training continues; the next attempt to save is at the next --save-interval." in said
-    assert "The run ends if 2 more in a row fail (--max-failed-saves 3)." in said
+    assert "Training continues; the next attempt is at the next --save-interval." in said
+    assert "The run ends if 2 more consecutive saves fail (--max-failed-saves 3)." in said
     assert run.told[0] == (4, "cannot write checkpoints: No space left on device.", 1) and len(run.told) == 2
     assert (run.saving.saved_step, run.saving.failed) == (None, 1)
     run.progress = Progress(6, 48, 480)
@@ -181,17 +181,17 @@ def test_the_last_of_many_failures_in_a_row_ends_the_run(disk: Disk, capsys: pyt
     run.saving.save(run)
     run.saving.save(run)
     assert capsys.readouterr().err.count("the checkpoint of iteration 4 was not saved: cannot write checkpoints") == 2
-    with pytest.raises(StorageError, match="No space left.* 3 saves in a row failed .--max-failed-saves 3"):
+    with pytest.raises(StorageError, match="No space left.* 3 consecutive saves failed .--max-failed-saves 3"):
         run.saving.save(run)
     assert [told[2] for told in run.told if len(told) == 3] == [1, 2, 3]
 
 
 def test_the_first_failure_ends_a_run_that_asks_for_it(disk: Disk) -> None:
     disk.refusals = 1
-    with pytest.raises(StorageError, match="No space left.* because --exit-on-failed-save is given"):
+    with pytest.raises(StorageError, match="No space left.* because of --exit-on-failed-save"):
         save(run_at(4, exit_on_failed_save=True))
     disk.refusals = 1
-    with pytest.raises(StorageError, match="1 saves in a row failed .--max-failed-saves 1"):
+    with pytest.raises(StorageError, match="1 consecutive saves failed .--max-failed-saves 1"):
         save(run_at(4, max_failed_saves=1))
 
 
@@ -311,7 +311,7 @@ def test_a_save_in_the_background_that_fails_once(run: Any, capsys: pytest.Captu
     run.saving.writer.end()
     run.saving.note_outcome(run)
     run.saving.note_outcome(run)
-    assert capsys.readouterr().err.count("Training continues; the next attempt to save is at the next") == 1
+    assert capsys.readouterr().err.count("Training continues; the next attempt is at the next") == 1
     assert (run.saving.saved_step, run.saving.failed, run.saving.failure) == (None, 1, None)
     run.saving.writer.next_failure = None
     run.saving.save(run)
@@ -327,7 +327,7 @@ def test_the_last_failure_in_the_background_is_raised(run: Any, disk: Disk) -> N
         run.saving.save(run)
         run.saving.writer.end()
         run.saving.note_outcome(run)
-    assert "3 saves in a row failed (--max-failed-saves 3)" in str(run.saving.failure)
+    assert "3 consecutive saves failed (--max-failed-saves 3)" in str(run.saving.failure)
     run.stopping.verdict = StopVerdict.FAILED_SAVE
     with pytest.raises(StorageError, match="cannot write x"):
         run.saving.trained(run)

@@ -43,7 +43,7 @@ _REFUSALS = (
     "vocab.json (--vocab-file) begins with '[1]'; it must begin with {{",
     "--merge-file none.txt is not a file",
     "--eval-tasks tasks.yaml is not a file",
-    "--load nowhere holds no checkpoint and --finetune needs the weights of one: it does not exist, the nearest",
+    "--load nowhere has no checkpoint, but --finetune needs its weights: it does not exist (the nearest",
     "--save file/checkpoints cannot be written: {folder}/file is not a folder",
     "--tensorboard-dir file/events cannot be written: {folder}/file is not a folder",
     "--log-path file/arguments cannot be written: {folder}/file is not a folder",

@@ -21,21 +21,19 @@ def test_a_checkpoint_that_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     empty.mkdir()
     file.touch()
     reasons = {
-        "--finetune": "--finetune needs the weights of one",
-        "--eval-only": "--eval-only needs the weights of one",
+        "--finetune": "--finetune needs its weights",
+        "--eval-only": "--eval-only needs its weights",
     }
     reasons["--exit-on-missing-checkpoint"] = "--exit-on-missing-checkpoint is set"
     for flag, reason in reasons.items():
         (missing,) = said("--load", f"{tmp_path}/a/b", flag)
-        assert missing.startswith(
-            f"--load {tmp_path}/a/b holds no checkpoint and {reason}: it does not exist, the near"
-        )
-        assert f"nearest folder that does is {tmp_path}. " in missing
+        assert missing.startswith(f"--load {tmp_path}/a/b has no checkpoint, but {reason}: it does not exist (the near")
+        assert f"nearest existing folder is {tmp_path}). " in missing
         assert f"{reason}: it is empty. " in said("--load", str(empty), flag)[0]
         assert f"{reason}: it cannot be listed (Not a directory). " in said("--load", str(file), flag)[0]
         assert said("--load", str(full), flag) == []
         assert said("--load", str(empty), flag, "--save-secondary", str(full)) == [], "copies may be there"
-    assert "--ckpt-step 4 is one of its steps: " in said("--load", f"{tmp_path}/a", "--load-tag", "iter_0000004")[0]
+    assert "--ckpt-step 4 selects one of its steps" in said("--load", f"{tmp_path}/a", "--load-tag", "iter_0000004")[0]
     assert said("--load", f"{tmp_path}/a") == []
     monkeypatch.setattr(log, "is_first_rank", lambda: False)
     assert said("--load", f"{tmp_path}/a", "--finetune") == []
@@ -45,7 +43,7 @@ def test_a_file_of_tasks(tmp_path: Path) -> None:
     (tmp_path / "tasks.yaml").touch()
     assert said("--eval-tasks", f"{tmp_path}/tasks.yaml") == []
     assert said("--eval-tasks", f"{tmp_path}/none.yaml") == [
-        f"--eval-tasks {tmp_path}/none.yaml is not a file. Give the path of a YAML or JSON file of tasks."
+        f"--eval-tasks {tmp_path}/none.yaml is not a file. Use a YAML or JSON file of tasks."
     ]
 
 
@@ -54,12 +52,10 @@ def test_a_teacher_is_looked_for_unless_its_time_may_be_over(tmp_path: Path) -> 
         return said("--load-teacher", f"{tmp_path}/t", *more.split())
 
     (missing,) = sentences("--kd")
-    assert missing.startswith(
-        f"--load-teacher {tmp_path}/t holds no checkpoint and --kd needs the weights of one: it does"
-    )
-    assert missing.endswith("Give the folder of the checkpoints of the teacher's run.")
+    assert missing.startswith(f"--load-teacher {tmp_path}/t has no checkpoint, but --kd needs its weights: it does")
+    assert missing.endswith("Use the checkpoint folder of the teacher's run.")
     assert len(sentences("--mos")) == 1 and sentences("--mos --kd-iters 5") == []
     (tmp_path / "t").mkdir()
-    assert "holds no checkpoint and --mos needs the weights of one: it is empty" in sentences("--mos")[0]
+    assert "has no checkpoint, but --mos needs its weights: it is empty" in sentences("--mos")[0]
     (tmp_path / "t" / "latest").write_text("")
     assert sentences("--kd") == []

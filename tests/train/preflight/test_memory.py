@@ -63,7 +63,7 @@ def test_what_cannot_fit_is_refused_and_what_hardly_fits_is_warned_about(
         return list(memory_problems(request(*flags), ranks))
 
     (alone,) = failures(180, 180, ONE_RANK)
-    assert alone.startswith(NEED) and "and this machine has 180.0 GiB. Use a smaller network" in alone
+    assert alone.startswith(NEED) and "but this machine has 180.0 GiB. Use a smaller network" in alone
     (shared,) = failures(180, 180, FOUR_RANKS, "--tensor-model-parallel-size", "4")
     assert shared.startswith(NEED) and "this machine, which 4 ranks share, has 180.0 GiB" in shared
     assert capsys.readouterr().err == ""

@@ -18,7 +18,7 @@ def test_packages_that_are_missing_are_named_with_their_flags(monkeypatch: pytes
         monkeypatch.setitem(sys.modules, name, None)
     request = read_flags(FLAGS).unchecked()
     assert [str(failure) for failure in package_failures(request, ())] == [
-        f"{flag} needs the package {package}, which is not installed. Install it with: pip install {package}"
+        f"{flag} requires the package {package}, which is not installed. Install it with: pip install {package}"
         for flag, package in (
             ("--tensorboard-dir events", "tensorboard"),
             ("--wandb-project demo", "wandb"),

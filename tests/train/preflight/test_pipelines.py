@@ -27,7 +27,7 @@ def request(path: Path, *more: str) -> RunRequest:
         (GOOD, ("--global-batch-size", "16"), ["is for 2 micro-batches (a step has 4: --global-batch-size)"]),
         (GOOD.replace("0B1", "0I1,0W1"), (), []),
         (GOOD.replace("0B1", "0I1,0W1"), ("--compile",), ["--compile cannot be combined with --pipeline-schedule"]),
-        (GOOD.replace("0F1,0B0", "0B0,0F1").replace("1B0,1F1", "1F1,1B0"), (), ["can never end: 0B0 on rank 0 waits"]),
+        (GOOD.replace("0F1,0B0", "0B0,0F1").replace("1B0,1F1", "1F1,1B0"), (), ["deadlocks: 0B0 on rank 0 waits"]),
     ],
 )
 def test_a_file_is_held_against_the_run(tmp_path: Path, text: str, more: tuple[str, ...], said: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron import log
 from megatron.config.parse import read_flags
 from megatron.train.preflight import inputs
-from megatron.train.preflight.inputs import place_failures, why_no_folder
+from megatron.train.preflight.inputs import place_failures, unwritable_reason
 
 
 def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,13 +18,13 @@ def test_a_folder_that_is_there_or_can_be_made(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "away").symlink_to(tmp_path / "gone")
     (tmp_path / "here").symlink_to(tmp_path)
     for folder in (tmp_path, tmp_path / "a" / "b", tmp_path / "here" / "c"):
-        assert why_no_folder(folder) == ""
-    assert why_no_folder(tmp_path / "file") == f"{tmp_path}/file is not a folder"
-    assert why_no_folder(tmp_path / "file" / "a" / "b") == f"{tmp_path}/file is not a folder"
-    assert why_no_folder(tmp_path / "away" / "a") == f"{tmp_path}/away is a link to nothing"
-    assert why_no_folder(tmp_path / "{run}" / "file") == "", "the name is not known yet"
+        assert unwritable_reason(folder) == ""
+    assert unwritable_reason(tmp_path / "file") == f"{tmp_path}/file is not a folder"
+    assert unwritable_reason(tmp_path / "file" / "a" / "b") == f"{tmp_path}/file is not a folder"
+    assert unwritable_reason(tmp_path / "away" / "a") == f"{tmp_path}/away is a dangling link"
+    assert unwritable_reason(tmp_path / "{run}" / "file") == "", "the name is not known yet"
     monkeypatch.setattr(inputs.os, "access", lambda path, mode: Path(path) != tmp_path or not mode & os.W_OK)
-    assert why_no_folder(tmp_path / "a") == f"this user may not write in {tmp_path}"
+    assert unwritable_reason(tmp_path / "a") == f"this user may not write in {tmp_path}"
 
 
 def test_only_rank_0_looks_and_the_default_folder_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,8 +32,8 @@ def test_only_rank_0_looks_and_the_default_folder_counts(tmp_path: Path, monkeyp
     (tmp_path / "runs").touch()
     request = read_flags(["--metrics-file", "runs/metrics.jsonl"]).unchecked()
     assert [str(failure) for failure in place_failures(request)] == [
-        f"--run-dir runs (the default) cannot be written: {tmp_path}/runs is not a folder. Give another folder.",
-        f"--metrics-file runs/metrics.jsonl cannot be written: {tmp_path}/runs is not a folder. Give another file.",
+        f"--run-dir runs (the default) cannot be written: {tmp_path}/runs is not a folder. Use another folder.",
+        f"--metrics-file runs/metrics.jsonl cannot be written: {tmp_path}/runs is not a folder. Use another file.",
     ]
     monkeypatch.setattr(log, "is_first_rank", lambda: False)
     assert list(place_failures(request)) == []

@@ -42,9 +42,9 @@ def test_a_hugging_face_tokenizer_is_here_or_on_the_hub(tmp_path: Path, monkeypa
     )
     (tmp_path / "tokenizer.json").write_text("{}")
     assert said(*kind, str(tmp_path)) == []
-    assert "is neither a file nor a folder here, and not a hub name" in said(*kind, f"{tmp_path}/none")[0]
+    assert "is neither a local file or folder nor a Hub name" in said(*kind, f"{tmp_path}/none")[0]
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "the package huggingface_hub, which would fetch it, is not installed" in said(*kind, "openai/gpt")[0]
+    assert "the package huggingface_hub, which can download it, is not installed" in said(*kind, "openai/gpt")[0]
 
 
 def test_a_tokenizer_in_a_folder_that_this_user_may_not_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,6 +53,4 @@ def test_a_tokenizer_in_a_folder_that_this_user_may_not_enter(tmp_path: Path, mo
 
     monkeypatch.setattr(Path, "is_file", denied)
     (text,) = said("--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", f"{tmp_path}/closed")
-    assert text.startswith(
-        f"the tokenizer {tmp_path}/closed cannot be read: Permission denied. Give one that this user"
-    )
+    assert text.startswith(f"the tokenizer {tmp_path}/closed cannot be read: Permission denied. Use one that this user")

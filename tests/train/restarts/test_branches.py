@@ -38,7 +38,7 @@ def test_a_run_that_goes_back_is_a_run_of_its_own_and_continues_when_it_is_start
     saved(run, 6, run_id=ONE)
     flags = {"load": str(run), "ckpt_step": 4}
     with pytest.raises(
-        CheckpointError, match=rf"copies holds checkpoints of run {ONE} .*forked from run {ONE} at iterat"
+        CheckpointError, match=rf"copies has checkpoints of run {ONE} .*forked from run {ONE} at iterat"
     ):
         started(tmp_path / "b", **flags, save_secondary=str(copies))
     first = started(tmp_path / "b", **flags, save_secondary=str(tmp_path / "more"))
@@ -56,9 +56,7 @@ def test_a_run_that_goes_back_is_a_run_of_its_own_and_continues_when_it_is_start
 
 def test_copies_of_later_steps_are_not_beside_a_run_that_goes_back(tmp_path: Path) -> None:
     run, copies = saved(tmp_path / "a", 4, run_id=ONE), saved(tmp_path / "copies", 6, run_id=ONE)
-    sentence = (
-        r"copies holds a copy of iteration 6, which the next run would .* goes back to iteration 4\. Give --save-sec"
-    )
+    sentence = r"copies has a copy of iteration 6, from which the next run .* goes back to iteration 4\. Use another"
     for load in ({"load": str(run), "ckpt_step": 4}, {"load": str(run / "iter_0000004")}):
         with pytest.raises(CheckpointError, match=sentence):
             started(run, **load, save_secondary=str(copies))
@@ -96,7 +94,7 @@ def test_a_copy_of_an_older_step_is_of_the_same_run_until_it_is_named(tmp_path: 
 def test_a_checkpoint_is_not_named_in_vain_while_later_ones_lie_where_the_run_saves(tmp_path: Path) -> None:
     run = saved(saved(tmp_path / "a", 4, run_id=ONE), 6, run_id=ONE)
     with pytest.raises(
-        CheckpointError, match=r"iter_0000004 is older than the checkpoint of step 6 in --save .*a, whic"
+        CheckpointError, match=r"iter_0000004 is older than the checkpoint of step 6 in --save .*a, from whic"
     ):
         started(run, load=str(run / "iter_0000004"))
     assert started(run, load=str(run / "iter_0000006")).saved is not None
@@ -109,7 +107,7 @@ def test_a_run_that_has_moved_continues_where_it_saves(tmp_path: Path, capsys: p
     capsys.readouterr()
     start = started(tmp_path / "b", load=str(tmp_path / "a"))
     assert start.saved is not None and start.saved.record.progress.step == 6
-    assert f"continues from --save {tmp_path / 'b'}, not from --load {tmp_path / 'a'}" in capsys.readouterr().err
+    assert f"resumes from --save {tmp_path / 'b'}, not from --load {tmp_path / 'a'}" in capsys.readouterr().err
     saved(tmp_path / "a", 8, run_id=ONE)
     start = started(tmp_path / "b", load=str(tmp_path / "a"))
     assert start.saved is not None and start.saved.record.progress.step == 8
@@ -121,7 +119,7 @@ def test_a_run_from_scratch_continues_when_it_is_started_again(
     run, copies = saved(tmp_path / "a", 9, run_id=ONE), saved(tmp_path / "copies", 9, run_id=ONE)
     flags = {"load": str(run), "from_scratch": True, "save_secondary": str(copies)}
     first = started(run, **flags)
-    assert first.saved is None and first.identity.run_id != ONE and "begun with --from-scratch" in str(first.identity)
+    assert first.saved is None and first.identity.run_id != ONE and "started with --from-scratch" in str(first.identity)
     again = started(run, **flags)
     assert again.saved is None and again.identity == first.identity, "nothing is saved yet"
     for place in (copies, run):  # --save has lost it; then both have it
@@ -131,7 +129,7 @@ def test_a_run_from_scratch_continues_when_it_is_started_again(
         assert again.identity == first.identity and not again.config.loading.from_scratch
         assert again.saved is not None and again.saved.found.path == place / "iter_0000005"
         told = capsys.readouterr().err
-        assert "not at iteration 0 (--from-scratch). To begin anew, give another --save." in told
+        assert "not at iteration 0 (--from-scratch). To start over, use another --save." in told
     anew = started(tmp_path / "b", load=str(run), from_scratch=True)
     assert anew.saved is None and anew.identity.run_id != first.identity.run_id
     saved(run, 12, run_id=ONE)
@@ -139,7 +137,7 @@ def test_a_run_from_scratch_continues_when_it_is_started_again(
     again = started(run, **flags)
     assert again.saved is not None and again.saved.record.progress.step == 5
     (run / "run.json").unlink()
-    with pytest.raises(CheckpointError, match=rf"a holds checkpoints of several runs .* run {first.identity.run_id}"):
+    with pytest.raises(CheckpointError, match=rf"a has checkpoints of several runs .* run {first.identity.run_id}"):
         started(run, **flags)
     shutil.rmtree(run / "iter_0000009")
     again = started(run, **flags)
@@ -152,20 +150,18 @@ def test_a_run_for_which_there_was_nothing_to_load_continues_where_it_saves(
     flags = {"load": str(tmp_path / "empty")}
     first = started(tmp_path / "b", **flags)
     assert first.saved is None and started(tmp_path / "b", **flags).identity == first.identity
-    assert capsys.readouterr().err.count("empty does not exist; the nearest") == 2
+    assert capsys.readouterr().err.count("empty does not exist (nearest") == 2
     saved(tmp_path / "b", 5, run_id=first.identity.run_id, forked_from=first.identity.forked_from)
     again = started(tmp_path / "b", **flags)
     assert again.saved is not None and again.identity == first.identity
     told = capsys.readouterr().err
-    assert f"continues from --save {tmp_path / 'b'}, not from --load {tmp_path / 'empty'}" in told
+    assert f"resumes from --save {tmp_path / 'b'}, not from --load {tmp_path / 'empty'}" in told
     assert "does not exist" not in told
     copies = saved(tmp_path / "copies", 5, run_id=first.identity.run_id, forked_from=first.identity.forked_from)
     again = started(tmp_path / "b", **flags, save_secondary=str(copies))
     assert again.saved is not None and again.saved.found.path.parent == tmp_path / "b", "not a copy of what is there"
-    assert "continuing from the copy" not in capsys.readouterr().err
-    with pytest.raises(
-        CheckpointError, match=r"b holds checkpoints already \(newest: iteration 5\) and --load .* none"
-    ):
+    assert "resuming from the copy" not in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"b already has checkpoints \(newest: iteration 5\), but --load .* none"):
         started(tmp_path / "b", load=str(tmp_path / "other"))
     plain = started(tmp_path / "b", load=str(tmp_path / "b"))
     assert plain.saved is not None and plain.identity == first.identity

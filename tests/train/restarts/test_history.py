@@ -45,9 +45,9 @@ def test_an_end_in_training_is_kept_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(NumericsError), history.recording():
         train(history, 5, 6, 7, failure=NumericsError("iteration 6: loss nan\nadvice", step=6))
     (attempt,) = read_attempts(tmp_path, RUN)
-    assert (attempt.resumed_step, attempt.settings, attempt.passes) == (4, "settings", (3,))
+    assert (attempt.resumed_step, attempt.settings, attempt.batch_skips) == (4, "settings", (3,))
     assert (attempt.step, attempt.code, attempt.text) == (6, 77, "iteration 6: loss nan")
-    assert attempt.has_ended and attempt.blames_step and not attempt.was_asked
+    assert attempt.has_ended and attempt.blames_step and not attempt.was_requested
     assert str(attempt).endswith("from iteration 4, ended at iteration 6, exit code 77: iteration 6: loss nan")
     assert [line["event"] for line in lines(tmp_path)] == ["start", "end"]
 
@@ -57,7 +57,7 @@ def test_the_step_of_another_error_is_the_one_in_progress(tmp_path: Path) -> Non
     with pytest.raises(PeerLostError), history.recording():
         train(history, 5, 6, failure=PeerLostError("another rank ended"))
     (attempt,) = read_attempts(tmp_path, RUN)
-    assert (attempt.step, attempt.code, attempt.was_asked, attempt.blames_step) == (6, 75, False, False)
+    assert (attempt.step, attempt.code, attempt.was_requested, attempt.blames_step) == (6, 75, False, False)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_the_step_of_another_error_is_the_one_in_progress(tmp_path: Path) -> Non
     [
         (ExitCode.DONE, "", True, True),
         (ExitCode.REQUEUE, "", True, True),
-        (ExitCode.REQUEUE, "ended by SIGTERM: no step was in progress", False, True),
-        (ExitCode.REQUEUE, "ended by SIGTERM: another rank does not answer", True, False),
+        (ExitCode.REQUEUE, "terminated by SIGTERM: no step was in progress", False, True),
+        (ExitCode.REQUEUE, "terminated by SIGTERM: another rank does not respond", True, False),
         (ExitCode.HANG, "rank 1 hangs", True, False),
         (ExitCode.HANG, "rank 1 hangs", False, False),
     ],
@@ -76,7 +76,7 @@ def test_which_ends_were_asked_for(tmp_path: Path, code: ExitCode, text: str, in
     if in_loop:
         history.training_begins(5)
     history.ended(None, code, text)
-    assert [attempt.was_asked for attempt in read_attempts(tmp_path, RUN)] == [is_asked]
+    assert [attempt.was_requested for attempt in read_attempts(tmp_path, RUN)] == [is_asked]
 
 
 def test_an_interrupt_is_asked_for(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_an_interrupt_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), history.recording():
         train(history, 5, failure=KeyboardInterrupt())
     (attempt,) = read_attempts(tmp_path, RUN)
-    assert attempt.was_asked and attempt.code == 130
+    assert attempt.was_requested and attempt.code == 130
 
 
 def test_the_first_end_counts_whichever_thread_writes_it(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_end_in_another_thread_arrives_through_the_log(tmp_path: Path) -> Non
 def test_the_step_of_a_killed_start_is_found(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)  # and no end
     (attempt,) = RestartHistory().open(tmp_path, RUN)
-    assert (attempt.step, attempt.code, attempt.was_asked) == (6, None, False)
+    assert (attempt.step, attempt.code, attempt.was_requested) == (6, None, False)
     assert "ended at iteration 6, killed without a message" in str(attempt)
     assert RestartHistory().open(tmp_path, RUN) == [attempt], "its end was written down"
 

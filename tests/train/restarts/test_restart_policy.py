@@ -20,9 +20,9 @@ def end(step: int | None, resumed: int = 4, code: int | None = 77, **changes: ob
 
 
 KILLED = end(7, code=None)
-ASKED = end(5, code=75, was_asked=True)
+ASKED = end(5, code=75, was_requested=True)
 STARTING = end(None, code=None)
-PASSED = {"passes": (7,)}
+PASSED = {"batch_skips": (7,)}
 
 # name: history, step of the checkpoint to start from, flags; whether the start is refused, or what it passes over.
 SCENARIOS: dict[str, tuple[Sequence[Attempt], int, dict[str, object], bool | tuple[int, ...]]] = {
@@ -60,7 +60,7 @@ SCENARIOS: dict[str, tuple[Sequence[Attempt], int, dict[str, object], bool | tup
     "failing behind the batch": ([*[end(7)] * 3, *[end(7, **PASSED)] * 2], 4, {}, (7,)),
     "failing behind it as often": ([*[end(7)] * 3, *[end(7, **PASSED)] * 3], 4, {}, True),
     "one more batch": ([end(7, **PASSED)] * 3, 4, {"resume_skip_poisoned": True}, (7, 7)),
-    "bad weights": ([end(7, passes=(7, 7, 7))] * 3, 4, {"resume_skip_poisoned": True}, True),
+    "bad weights": ([end(7, batch_skips=(7, 7, 7))] * 3, 4, {"resume_skip_poisoned": True}, True),
     "another batch": ([end(9, 8, **PASSED)] * 3, 8, {"resume_skip_poisoned": True}, (7, 9)),
 }
 
@@ -79,24 +79,24 @@ def test_no_loop_is_endless() -> None:
     for flags, most in (({}, 3), ({"resume_skip_poisoned": True}, 3 * 4)):
         attempts: list[Attempt] = []
         while (decided := decide(attempts, 4, "s", SafetyRequest(**flags)))[0] is None:
-            attempts.append(end(7, passes=decided[1]))
+            attempts.append(end(7, batch_skips=decided[1]))
             assert len(attempts) <= most
         assert len(attempts) == most
 
 
 def test_a_refusal_shows_the_history_and_the_ways_out() -> None:
     text = decide([end(7), end(7), end(7)], 4, "s", SafetyRequest())[0] or ""
-    assert "ended 3 times in a row at iteration 7 without a checkpoint newer than that of iteration 4" in text
+    assert "ended 3 times in a row at iteration 7 without saving a checkpoint newer than iteration 4" in text
     assert text.count("  2026-01-01T00:00:00Z: from iteration 4, ended at iteration 7, exit code 77: loss nan\n") == 3
     for way in (
-        "--resume-skip-poisoned passes over the batch of iteration 7,",
+        "--resume-skip-poisoned skips the batch of iteration 7,",
         "--ckpt-step",
         "--skip-train-iteration-range 7-7",
         "--max-failed-starts 0",
     ):
         assert f"\n  {way}" in text
     again = decide([end(7, **PASSED)] * 3, 4, "s", SafetyRequest())[0] or ""
-    assert "--resume-skip-poisoned passes over one more batch of iteration 7, in addition to 1" in again
+    assert "--resume-skip-poisoned skips one more batch of iteration 7, in addition to 1" in again
     killed = decide([KILLED] * 3, 4, "s", SafetyRequest())[0] or ""
     assert "--resume-skip-poisoned" not in killed and "killed without a message" in killed
     once = decide([end(7)] * 20, 4, "s", SafetyRequest(max_failed_starts=1))[0] or ""

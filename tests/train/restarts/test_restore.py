@@ -87,12 +87,12 @@ def test_a_missing_checkpoint_starts_a_new_run_with_a_warning(
     for load, more in (("absent/checkpoints", {}), (str(folder), {"save": "elsewhere", "save_interval": 1})):
         assert find_start(run_config(load=load, **more), MESH).saved is None
         said = capsys.readouterr().err
-        assert said.startswith(f"warning: --load {load}: the folder {folder} does not exist; the nearest that does is ")
-        assert f"is {tmp_path}. The run starts at iteration 0 (Unable to find latest file at {folder}/latest)" in said
+        assert said.startswith(f"warning: --load {load}: the folder {folder} does not exist (nearest existing folder: ")
+        assert f": {tmp_path}). The run starts at iteration 0 (Unable to find latest file at {folder}/latest)" in said
         assert "--exit-on-missing-checkpoint makes this an error" in said
     folder.mkdir(parents=True)
     assert find_start(run_config(load=str(folder)), MESH).saved is None
-    assert f"{folder} exists but holds no checkpoint" in capsys.readouterr().err
+    assert f"{folder} exists but has no checkpoint" in capsys.readouterr().err
     assert find_start(run_config(load=str(folder), save="absent/checkpoints", save_interval=1), MESH).saved is None
     said = capsys.readouterr().err  # the first start of a run that is to be resumed by the same command
     assert said.startswith(f"no checkpoint in {folder} yet: starting at iteration 0") and "warning" not in said
@@ -102,19 +102,19 @@ def test_an_address_without_a_checkpoint_is_warned_of_as_an_address(capsys: pyte
     pytest.importorskip("fsspec")
     assert find_start(run_config(load="memory://nothing/here"), MESH).saved is None
     said = capsys.readouterr().err
-    assert said.startswith("warning: --load memory://nothing/here holds no checkpoint. The run starts at iteration 0.")
+    assert said.startswith("warning: --load memory://nothing/here has no checkpoint. The run starts at iteration 0.")
     assert "correct the address" in said and str(Path.cwd()) not in said
 
 
 def test_a_missing_checkpoint_can_be_an_error(tmp_path: Path) -> None:
     config = run_config(load=str(tmp_path), exit_on_missing_checkpoint=True)
-    with pytest.raises(CheckpointError, match=f"--load {tmp_path} holds no checkpoint and --exit-on-missing"):
+    with pytest.raises(CheckpointError, match=f"--load {tmp_path} has no checkpoint, but --exit-on-missing"):
         find_saved_run(config, MESH)
 
 
 def test_saving_over_another_run_is_rejected(tmp_path: Path) -> None:
     config = run_config(save=str(saved(tmp_path / "c", 6)), save_interval=1)
-    sentence = rf"--save {tmp_path}/c holds checkpoints already \(newest: iteration 6\).*--load {tmp_path}/c.*--from"
+    sentence = rf"--save {tmp_path}/c already has checkpoints \(newest: iteration 6\).*--load {tmp_path}/c.*--from"
     with pytest.raises(CheckpointError, match=sentence):
         find_saved_run(config, MESH)
 
@@ -218,7 +218,7 @@ def test_without_the_state_of_a_schedule_free_optimizer_training_begins_with_its
     record = make_record(config={"optim": {"optimizer": optimizer}})
     load_tensors(run_config(load=str(saved(tmp_path / "c", config=record.config)), **flags), engine, saved_run(record))
     assert engine.begun_with_means == [begins]
-    assert ("training begins with the mean of the iterates" in capsys.readouterr().err) == begins
+    assert ("training starts from the average of the iterates" in capsys.readouterr().err) == begins
 
 
 def test_a_mean_of_weights_is_not_left_behind_in_silence(
@@ -227,11 +227,11 @@ def test_a_mean_of_weights_is_not_left_behind_in_silence(
     record = make_record(config={"optim": {"ema_decay": 0.99}})
     config = run_config(load=str(saved(tmp_path / "c", config=record.config)))
     load_tensors(config, engine, saved_run(record))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "mean of the weights" in line]
-    assert "(--ema-decay 0.99), with which this run does not go on" in line and line.endswith("give --ema-decay 0.99.")
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "average of the weights" in line]
+    assert "(--ema-decay 0.99), which this run drops" in line and line.endswith("add --ema-decay 0.99.")
     engine.averages = object()
     load_tensors(config, engine, saved_run(record))
-    assert "mean of the weights" not in capsys.readouterr().err
+    assert "average of the weights" not in capsys.readouterr().err
 
 
 def test_finetuning_takes_only_the_weights(
@@ -284,7 +284,7 @@ def test_the_weights_of_a_checkpoint_without_optimizer_state_are_usable(
 
 
 def test_a_checkpoint_that_disappears_is_an_error(engine: FakeEngine, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"the checkpoint in {tmp_path} disappeared while it was being loaded"):
+    with pytest.raises(CheckpointError, match=f"the checkpoint in {tmp_path} was removed while it was being loaded"):
         load_tensors(run_config(load=str(tmp_path)), engine, saved_run())
 
 
@@ -355,7 +355,7 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
     for flags in ({"load": str(folder / "iter_0000008")}, {"load": str(folder), "ckpt_step": 8}):
         named = started(tmp_path / f"b{len(flags)}", **flags)
         assert named.saved is not None and named.saved.record.run_id == named.identity.forked_from["run_id"] == TWO
-        with pytest.raises(CheckpointError, match=rf"holds checkpoints of run {ONE} \(newest: .*continues run {TWO}"):
+        with pytest.raises(CheckpointError, match=rf"has checkpoints of run {ONE} \(newest: .*resumes run {TWO}"):
             started(folder, **flags)
 
 
@@ -381,14 +381,10 @@ def test_the_tensors_of_another_run_are_not_loaded_instead_of_damaged_ones(engin
 def test_a_run_is_not_continued_into_the_folder_of_another(tmp_path: Path) -> None:
     saved(tmp_path / "a", 4, run_id=ONE)
     saved(tmp_path / "b", 6, run_id=TWO)
-    sentence = (
-        rf"b holds checkpoints of run {TWO} \(newest: iteration 6\), and --load .*a continues run {ONE}: .*another"
-    )
+    sentence = rf"b has checkpoints of run {TWO} \(newest: iteration 6\), but --load .*a resumes run {ONE}: .*another"
     with pytest.raises(CheckpointError, match=sentence):
         started(tmp_path / "b", load=str(tmp_path / "a"))
-    with pytest.raises(
-        CheckpointError, match=r"b holds checkpoints already \(newest: iteration 6\) and --load .* none"
-    ):
+    with pytest.raises(CheckpointError, match=r"b already has checkpoints \(newest: iteration 6\), but --load .* none"):
         started(tmp_path / "b", load=str(tmp_path / "empty"))
     evaluated = started(tmp_path / "b", load=str(tmp_path / "a"), eval_only=True)
     assert evaluated.identity.run_id == ONE and read_identity(tmp_path / "b") is None
@@ -424,7 +420,7 @@ def test_a_fine_tuning_whose_folder_is_lost_continues_from_its_copies(tmp_path: 
     assert (resumed.config.loading.finetune, resumed.identity) == (False, first.identity)
     assert resumed.saved is not None and resumed.saved.found.path == copies / "iter_0000002"
     other = saved(tmp_path / "b", 3, run_id=TWO)
-    with pytest.raises(CheckpointError, match=rf"b holds checkpoints of run {TWO} .*their steps would be mixed"):
+    with pytest.raises(CheckpointError, match=rf"b has checkpoints of run {TWO} .*their steps would be mixed"):
         started(other, **flags)
 
 
@@ -443,9 +439,7 @@ def test_the_newest_good_checkpoint_of_both_folders_is_taken(
     capsys.readouterr()
     assert taken() == copies / "iter_0000006"
     told = capsys.readouterr().err
-    assert (
-        f"continuing from the copy {copies / 'iter_0000006'}: --load {here} holds no checkpoint that is newer" in told
-    )
+    assert f"resuming from the copy {copies / 'iter_0000006'}: --load {here} has no newer checkpoint" in told
     assert (
         "If later ones were deleted there to go back, the copies undo that: stop the run, and delete the later" in told
     )
@@ -480,10 +474,10 @@ def test_a_fine_tuning_continues_when_its_base_has_moved_on(tmp_path: Path) -> N
 def test_a_fine_tuning_is_not_mixed_with_another_run(tmp_path: Path) -> None:
     base, other = saved(tmp_path / "base", 4, run_id=ONE), saved(tmp_path / "other", 6, run_id=TWO)
     flags = {"load": str(base), "finetune": True}
-    sentence = rf"other holds checkpoints of run {TWO} \(newest: .*this is a fine-tuning of run {ONE} at iteration 4"
+    sentence = rf"other has checkpoints of run {TWO} \(newest: .*this is a fine-tuning of run {ONE} at iteration 4"
     with pytest.raises(CheckpointError, match=sentence):
         started(other, **flags)
-    with pytest.raises(CheckpointError, match=r"old holds checkpoints of a run of an older version, without identity"):
+    with pytest.raises(CheckpointError, match=r"old has checkpoints of a run of an older version, without identity"):
         started(saved(tmp_path / "old", 6), **flags)
     for load in (base, base / "iter_0000004"):
         with pytest.raises(CheckpointError, match=r"--finetune with --load .* and --save .*mixed.*drop --finetune"):

@@ -147,11 +147,11 @@ def test_saves_that_are_refused_in_a_row_end_all_ranks_at_the_same_step(
     flags = corpus.flags(mode, *more, folder=tmp_path, save_interval=2, zero_stage=1, keep_last=1, **long)
     first, second = run_ranks(with_full_disk, 2, flags, 2)
     assert (first[0], second[0]) == (ExitCode.STORAGE, ExitCode.STORAGE)
-    reason = "--exit-on-failed-save is given." if exits_at_first else "3 saves in a row failed (--max-failed-saves 3)."
+    reason = "of --exit-on-failed-save." if exits_at_first else "3 consecutive saves failed (--max-failed-saves 3)."
     assert "No space left on device" in second[1] and second[1].endswith(reason)
     assert first[1] == "rank 1: " + second[1].removeprefix("rank 1: ")
     tolerated = 0 if exits_at_first else 2
-    warned = "Training continues; the next attempt to save is at the next --save-interval."
+    warned = "Training continues; the next attempt is at the next --save-interval."
     assert logged(tmp_path).count(warned) == tolerated
     assert failed_saves(tmp_path) == [4, 6, 8][: tolerated + 1]
     folder = tmp_path / "checkpoints"
@@ -258,8 +258,8 @@ def test_a_state_that_does_not_fit_into_memory_is_refused_or_saved_at_once(corpu
     ((code, text, _),) = run_ranks(with_little_memory, 1, corpus.flags("--async-save", folder=tmp_path))
     assert code == ConfigError.exit_code
     assert text.startswith("--async-save: a copy of the state of the 1 rank(s) on ")
-    assert "bytes of host memory, but only 5000 bytes are available. Give --no-async-save" in text
+    assert "bytes of host memory, but only 5000 bytes are available. Use --no-async-save" in text
     ((code, text, said),) = run_ranks(with_little_memory, 1, corpus.flags(folder=tmp_path))
     assert (code, text) == (0, "")
-    assert said.count("each save will hold up training until it is written, as with --no-async-save.") == 1
+    assert said.count("saves will be synchronous, as with --no-async-save.") == 1
     assert (tmp_path / "checkpoints" / "iter_0000008").is_dir()

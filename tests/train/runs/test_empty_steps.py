@@ -35,14 +35,14 @@ def silent(corpus: TinyCorpus) -> TinyCorpus:
 def test_a_run_of_empty_steps_ends_with_an_error(silent: TinyCorpus, tmp_path: Path) -> None:
     flags = silent.flags("--eod-mask-loss", folder=tmp_path, train_iters=6, save_interval=4, eval_interval=4)
     code, text = train(flags)
-    assert code == 65 and text.startswith("nothing was trained: in none of the 6 steps does a token count in the loss.")
+    assert code == 65 and text.startswith("nothing was trained: no token counts in the loss in any of the 6 steps.")
     assert set(losses(tmp_path).values()) == {None}
     kept = steps(tmp_path, "gradient_norm", "empty_iterations", "skipped_iterations", "nan_iterations")
     assert set(kept.values()) == {(None, 1, 0, 0)}
     evaluated = [record for record in read_records(tmp_path / "run") if record["kind"] == "evaluation"]
     assert [(one["lm_loss"], one["perplexity"]) for one in evaluated] == [(None, None)]
     said = (tmp_path / "run" / "log.txt").read_text()
-    assert said.count("warning: iteration 1 has no loss and changed no weight: none of the tokens of its batch") == 1
+    assert said.count("warning: iteration 1 has no loss and did not change the weights: no token of its batch") == 1
     assert said.count("warning: the evaluation on valid has no loss: none of the tokens of its 8 samples counts") == 1
     assert "| lm loss: none |" in said and "| number of empty iterations:   1 |" in said
 

@@ -216,7 +216,7 @@ def test_saving_over_another_run_is_rejected(corpus: TinyCorpus, tmp_path: Path,
 def test_missing_checkpoint_can_be_an_error(corpus: TinyCorpus, tmp_path: Path) -> None:
     code, text = train(corpus.flags("--exit-on-missing-checkpoint", folder=tmp_path))
     assert code == ExitCode.STORAGE
-    assert "holds no checkpoint" in text
+    assert "has no checkpoint" in text
 
 
 def test_exploding_loss_ends_the_run_unsaved(corpus: TinyCorpus, tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_exploding_loss_ends_the_run_unsaved(corpus: TinyCorpus, tmp_path: Path)
 def test_missing_weights_are_an_error(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
     code, text = train(corpus.flags(flag, load=tmp_path / "nothing", run_dir=tmp_path / "run"))
     assert code == ExitCode.STORAGE
-    assert f"{flag} needs the weights" in text
+    assert f"{flag} needs its weights" in text
 
 
 def test_nothing_left_to_train_trains_nothing(corpus: TinyCorpus, tmp_path: Path, whole: Path) -> None:
@@ -263,7 +263,7 @@ def test_what_a_run_says_before_it_starts(corpus: TinyCorpus, tmp_path: Path) ->
     done = subprocess.run([*program, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for sentence in (
-        f"warning: --load {tmp_path}/chekpoints: the folder {tmp_path}/chekpoints does not exist; the nearest that",
+        f"warning: --load {tmp_path}/chekpoints: the folder {tmp_path}/chekpoints does not exist (nearest",
         "warning: the valid split is empty: --split 969,30,1 gives it none of the sequences of",
         "warning: the test split is empty",
     ):
@@ -277,7 +277,7 @@ def test_what_a_run_says_before_it_starts(corpus: TinyCorpus, tmp_path: Path) ->
     environment = {**os.environ, "PYTHONPATH": str(Path(pretrain_gpt.__file__).parent)}
     words = [forking_python(), str(tmp_path / "without.py"), *flags]
     done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "needs the package wandb" in done.stderr) == (64, True), done.stderr
+    assert (done.returncode, "requires the package wandb" in done.stderr) == (64, True), done.stderr
     assert "DeepSpeed" not in done.stderr and not (tmp_path / "other").exists()
 
 

@@ -56,10 +56,10 @@ def test_matrices_that_do_not_fit_8_bits_are_counted(monkeypatch: pytest.MonkeyP
 def test_what_inductor_needs_is_looked_for_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(engine_opening, "is_installed", lambda package: package != "triton")
-    with pytest.raises(LaunchError, match="--compile needs Triton on a GPU, and it is not installed"):
+    with pytest.raises(LaunchError, match="--compile requires Triton on a GPU, which is not installed"):
         check_compiler("inductor", gpu)
     monkeypatch.setenv("CXX", "nowhere/c++ -O2")
-    with pytest.raises(LaunchError, match=r"--compile needs a C\+\+ compiler, and nowhere/c\+\+ was not found"):
+    with pytest.raises(LaunchError, match=r"--compile requires a C\+\+ compiler, and nowhere/c\+\+ was not found"):
         check_compiler("inductor", cpu)
     check_compiler("aot_eager", cpu)
     monkeypatch.setenv("CXX", "sh")

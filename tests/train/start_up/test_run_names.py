@@ -40,7 +40,7 @@ def test_runs_that_draw_the_same_words_at_once_get_different_names(tmp_path: Pat
 
 def test_a_folder_without_free_names_and_one_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     reserve_name(tmp_path, lambda words: words[0], AT)
-    with pytest.raises(StorageError, match=f"{tmp_path} already holds runs with all 1000 names"):
+    with pytest.raises(StorageError, match=f"{tmp_path} already has runs with all 1000 drawn names"):
         reserve_name(tmp_path, lambda words: words[0], AT)
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=f"cannot be created in {tmp_path / 'file' / 'logs'}: Not a directory"):

@@ -11,7 +11,7 @@ from megatron.data.formats.indexed import IndexedDataset
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from trident.corpus import training_text
-from trident.corpus.training_text import ROBERTA_TOKENS, pieces, prepare_text, write_pieces
+from trident.corpus.training_text import ROBERTA_TOKENS, prepare_text, split_documents, write_documents
 
 TEXTS = [f"the {color} house has {number} windows" for color in ("red", "blue") for number in ("two", "four", "six")]
 
@@ -47,7 +47,7 @@ def test_what_is_there_is_kept_and_a_changed_dataset_is_refused(lines: Path, tmp
     prepare_text(str(lines), None, folder)
     assert (folder / "train_text_document.bin").stat().st_mtime_ns == made_at
     lines.write_text("\n".join(TEXTS[:2]) + "\n")
-    with pytest.raises(ConfigError, match="houses.txt has changed since it was prepared in .*prepared"):
+    with pytest.raises(ConfigError, match="houses.txt changed since it was prepared in .*prepared"):
         prepare_text(str(lines), None, folder)
     assert decoded(folder, str(folder / "tokenizer.json")) == TEXTS
 
@@ -55,7 +55,7 @@ def test_what_is_there_is_kept_and_a_changed_dataset_is_refused(lines: Path, tmp
 def test_a_text_that_is_too_short_is_named(tmp_path: Path) -> None:
     path = tmp_path / "word.txt"
     path.write_text("a\n")
-    with pytest.raises(DataError, match="word.txt: the text is too short to learn a tokenizer from"):
+    with pytest.raises(DataError, match="word.txt: the text is too short to train a tokenizer"):
         prepare_text(str(path), None, tmp_path / "prepared")
 
 
@@ -94,25 +94,25 @@ PARAGRAPH = "A line of forty letters, the line end in\n" * 100 + "\n"
 
 def test_a_long_text_is_cut_at_blank_lines_and_loses_nothing() -> None:
     text = PARAGRAPH * 12
-    found = list(pieces(text.splitlines(keepends=True)))
+    found = list(split_documents(text.splitlines(keepends=True)))
     assert "".join(found) == text
     assert len(found) == 3 and all(piece.endswith("\n\n") for piece in found), [len(piece) for piece in found]
-    assert list(pieces([])) == [] and list(pieces(["one line"])) == ["one line"]
+    assert list(split_documents([])) == [] and list(split_documents(["one line"])) == ["one line"]
 
 
 def test_a_text_without_blank_lines_is_cut_as_well() -> None:
     line = "x" * 600_000
-    assert list(pieces([line, line, line])) == [line + line, line]
+    assert list(split_documents([line, line, line])) == [line + line, line]
 
 
 def test_the_separator_of_corpora_is_a_cut_and_no_text() -> None:
-    assert list(pieces(["one\n", "<|endoftext|>\n", "<|endoftext|>\n", "two\n"])) == ["one\n", "two\n"]
+    assert list(split_documents(["one\n", "<|endoftext|>\n", "<|endoftext|>\n", "two\n"])) == ["one\n", "two\n"]
 
 
 def test_files_become_jsonl(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffğ one\r\n<|endoftext|>\n  \n<|endoftext|>\ntwo".encode())
     (tmp_path / "b.txt").write_bytes(b"three")
-    write_pieces([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tmp_path / "out.jsonl")
+    write_documents([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], tmp_path / "out.jsonl")
     texts = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert texts == ["ğ one\r\n", "two", "three"], "blank documents are left out"
 
@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     latin = tmp_path / "latin.txt"
     latin.write_bytes("straße".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin.txt: byte 4 of a block is not UTF-8 .*iconv"):
-        write_pieces([str(latin)], tmp_path / "out.jsonl")
+        write_documents([str(latin)], tmp_path / "out.jsonl")
     with pytest.raises(StorageError, match=r"gone.txt"):
-        write_pieces([str(tmp_path / "gone.txt")], tmp_path / "out.jsonl")
+        write_documents([str(tmp_path / "gone.txt")], tmp_path / "out.jsonl")
     assert not (tmp_path / "out.jsonl").exists()

@@ -40,5 +40,5 @@ def test_the_newest_runs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_any_runs_none_are_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"nope does not exist\. Give a run directory or its metrics\.jsonl\.$"):
+    with pytest.raises(DataError, match=r"nope does not exist\. Use a run directory or its metrics\.jsonl\.$"):
         check_run("nope")

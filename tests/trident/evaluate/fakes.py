@@ -27,7 +27,7 @@ class ByteTokenizer:
     @property
     def eod_id(self) -> int:
         if not self.has_eod:
-            raise ConfigError("The tokenizer bytes names no end-of-document token.")
+            raise ConfigError("The tokenizer bytes has no end-of-document token.")
         return EOD
 
     @property
@@ -61,7 +61,7 @@ class ByteTokenizer:
 
 @dataclass
 class FakeScorer:
-    """Gives every target a log-probability that a function of the tokens up to and with the target says.
+    """Scores every target by a function of the tokens up to and including it.
 
     It predicts the target where the function says more than -0.7 (a probability above a half), else the letter "?".
     """

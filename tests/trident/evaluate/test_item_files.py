@@ -1,4 +1,4 @@
-"""The files that tasks read, and what is said about bad ones."""
+"""The files of tasks, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_rows_of_a_file_with_their_places(tmp_path: Path) -> None:
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n{"text": "two"}\n')
     rows = list(read_rows(path))
     assert [row.text("text") for row in rows] == ["one", "two"]
-    assert rows[1].place == f"{path} line 3"
+    assert rows[1].source == f"{path} line 3"
 
 
 @pytest.mark.parametrize(

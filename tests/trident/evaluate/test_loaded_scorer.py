@@ -54,7 +54,7 @@ def score_here(rank: int, folder: str) -> dict[str, tuple[list[Score], list[tupl
 
 
 def close(found: list[Score], expected: list[Score]) -> bool:
-    """Whether two results differ by rounding only."""
+    """True if two results differ only by rounding."""
     logprobs = np.allclose([one.logprob for one in found], [one.logprob for one in expected], rtol=1e-5, atol=1e-5)
     return logprobs and [one.predicted for one in found] == [one.predicted for one in expected]
 

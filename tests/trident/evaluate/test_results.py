@@ -80,5 +80,5 @@ def test_the_network_stands_below_the_baselines() -> None:
         "  model     0.25 ± 0.062   12.35",
         "  wrong at a.jsonl line 2",
         "    after 'We saw\\x1b[2J the'",
-        "    it is ' cat', predicted was ' dog'",
+        "    expected ' cat', predicted ' dog'",
     ]

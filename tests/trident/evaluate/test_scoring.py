@@ -19,7 +19,7 @@ def test_targets_are_the_tokens_from_the_first_target_on() -> None:
 
 @pytest.mark.parametrize(("length", "first_target"), [(3, 0), (3, 3), (3, 4), (3, -1), (1, 0), (1, 1), (0, 0)])
 def test_a_query_without_a_target_or_a_context_is_refused(length: int, first_target: int) -> None:
-    with pytest.raises(ConfigError, match=f"first_target {first_target} is not a target of a query of {length} tokens"):
+    with pytest.raises(ConfigError, match=rf"first_target {first_target} is out of range .* {length} tokens"):
         Query(tuple(range(length)), first_target)
 
 
@@ -71,7 +71,7 @@ def test_without_a_context_the_end_of_a_document_stands_before(context: str) -> 
 
 
 def test_without_a_context_and_an_end_of_document_there_is_no_query() -> None:
-    with pytest.raises(DataError, match="here: nothing stands before .* the tokenizer bytes has no end-of-document"):
+    with pytest.raises(DataError, match="here: there is no context, and the tokenizer bytes has no end-of-document"):
         continuation_query(ByteTokenizer(has_eod=False), "", "ab", 33, "here")
 
 
@@ -82,5 +82,5 @@ def test_nothing_to_predict_is_refused() -> None:
 
 def test_more_targets_than_positions_are_refused() -> None:
     assert len(bounded_query(BYTES, list(range(10)), 5, 6, "here").tokens) == 6
-    with pytest.raises(DataError, match=r"here: 6 tokens are to be predicted, and the network has 5 positions"):
+    with pytest.raises(DataError, match=r"here: 6 tokens must be predicted, but the network has 5 positions"):
         bounded_query(BYTES, list(range(10)), 4, 6, "here")

@@ -42,7 +42,7 @@ def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
     assert first.startswith(f"{path}, line 1: 'slots=x' is unknown. A line must look like `node1 slots=8`")
     assert "line 3: '-oProxyCommand=evil' is not a host name" in second
     assert "line 4: 'b' has 0 slots" in third
-    assert "line 5: Cannot read the range '2-1'" in fourth
+    assert "line 5: Cannot parse the range '2-1'" in fourth
 
 
 def test_other_refusals(tmp_path: Path) -> None:
@@ -55,5 +55,5 @@ def test_other_refusals(tmp_path: Path) -> None:
         parse_hosts("# nothing\n", "hosts")
     with pytest.raises(ConfigError, match=r"--hosts: '-x' is not a host name"):
         named_hosts("-x,a")
-    with pytest.raises(LaunchError, match="Cannot read the host list"):
+    with pytest.raises(LaunchError, match="Cannot parse the host list"):
         named_hosts("a[1")

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, and a service around it that needs neither a network nor a socket."""
+"""An engine with given answers, and a service around it without a network or a socket."""
 
 from __future__ import annotations
 

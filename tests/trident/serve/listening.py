@@ -35,7 +35,7 @@ class Listening:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The address of its socket."""
         return int(urlsplit(self.server.address).port or 0)
 
     def connect(self) -> socket.socket:
@@ -101,7 +101,7 @@ def listening(
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the other side closes."""
+    """Reads until the other side closes."""
     parts = []
     try:
         while part := connection.recv(65536):

@@ -23,7 +23,7 @@ def refused(access: Access, path: str = "/v1/models", **headers: str) -> int:
     return 200
 
 
-def test_the_token_is_asked_for_everywhere_but_on_the_page_and_for_health() -> None:
+def test_the_token_is_required_except_for_the_page_and_for_health() -> None:
     access = Access(SecretText("***", TOKEN))
     for wrong in ("", "Bearer", "Bearer x", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"):
         assert refused(access, authorization=wrong) == 401, wrong
@@ -65,7 +65,7 @@ def test_another_page_is_refused_unless_it_is_allowed() -> None:
 
 
 def test_an_image_on_another_page_starts_no_generation() -> None:
-    """A browser sends no Origin with it, but says where it comes from."""
+    """A browser sends no Origin with it, but Sec-Fetch-Site."""
     headers = {"host": "localhost:4000", "sec_fetch_site": "cross-site"}
     assert refused(Access(), "/generate", **headers) == 403
     assert refused(Access(), "/", **headers) == 200  # a link to the chat page

@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def talk(served: ServedModel, act: Callable[[Running], Awaitable[Any]], engine: FakeEngine | None = None) -> Any:
-    """What `act` returns with a running service."""
+    """Runs `act` with a service; returns its result."""
 
     async def whole() -> Any:
         async with running(served, engine) as service:
@@ -109,7 +109,7 @@ def test_the_stop_texts_of_the_request_and_of_the_template_end_the_answer(served
         ({"prompt": "x"}, "'prompt' is not a field"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_a_clear_400(served: ServedModel, settings: dict[str, Any], says: str) -> None:
+def test_invalid_fields_give_a_clear_400(served: ServedModel, settings: dict[str, Any], says: str) -> None:
     async def act(service: Running) -> None:
         await service.client.chat.completions.create(model="tiny", messages=HELLO, extra_body=settings)
 
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_a_clear_400(served: ServedModel, settings: dict[str, A
         talk(served, act)
 
 
-def test_what_asks_for_nothing_unusual_is_accepted(served: ServedModel) -> None:
+def test_fields_without_effect_are_accepted(served: ServedModel) -> None:
     harmless = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
     harmless |= {"parallel_tool_calls": True, "service_tier": "auto", "max_tokens": 4, "max_completion_tokens": 4}
 

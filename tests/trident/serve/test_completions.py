@@ -24,7 +24,7 @@ def talk(
     engine: FakeEngine | None = None,
     limits: ServerLimits | None = None,
 ) -> Any:
-    """What `act` returns with a running service."""
+    """Runs `act` with a service; returns its result."""
 
     async def whole() -> Any:
         async with running(served, engine, limits) as service:
@@ -246,7 +246,7 @@ def test_the_usual_length_is_openais(served: ServedModel) -> None:
         ({"tools": []}, "'tools' is not a field of this request"),
     ],
 )
-def test_what_is_wrong_is_a_clear_400(served: ServedModel, settings: dict[str, Any], says: str) -> None:
+def test_invalid_fields_give_a_clear_400(served: ServedModel, settings: dict[str, Any], says: str) -> None:
     async def act(service: Running) -> None:
         await service.client.completions.create(**{"model": "tiny", "prompt": "a"}, extra_body=settings)
 
@@ -257,7 +257,7 @@ def test_what_is_wrong_is_a_clear_400(served: ServedModel, settings: dict[str, A
         assert caught.value.code == "context_length_exceeded"
 
 
-def test_what_asks_for_nothing_unusual_is_accepted(served: ServedModel) -> None:
+def test_fields_without_effect_are_accepted(served: ServedModel) -> None:
     harmless = {"best_of": 1, "suffix": None, "stop": None, "logit_bias": None, "echo": False, "store": None}
 
     async def act(service: Running) -> Any:

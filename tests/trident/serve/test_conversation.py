@@ -15,18 +15,18 @@ from trident.serve.requests.served_model import ServedModel
 
 
 def conversation(served: ServedModel, answer: Callable[[Request], Sequence[int]], **changes: object) -> Conversation:
-    """A conversation with an engine that says this."""
+    """A conversation with an engine that gives this answer."""
     return Conversation(served, FakeEngine(answer), Sampling(seed=5), **changes)  # type: ignore[arg-type]
 
 
 def prompts(talk: Conversation) -> list[str]:
-    """What the engine was asked."""
+    """The prompts that the engine received."""
     engine = talk.engine
     assert isinstance(engine, FakeEngine)
     return [talk.served.tokenizer.decode(request.prompt) for request in engine.requests]
 
 
-def test_what_was_said_is_remembered(served: ServedModel) -> None:
+def test_the_history_is_kept(served: ServedModel) -> None:
     talk = conversation(served, saying(served.tokenizer, "Yes."), system="Be brief.")
     assert "".join(talk.answer("One?")) == "".join(talk.answer("Two?")) == "Yes."
     assert prompts(talk)[0].startswith("Be brief.\nOne?") and not talk.was_cut

@@ -62,7 +62,7 @@ def test_an_ipv6_address_is_written_in_brackets() -> None:
         b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_and_the_connection_closed(served: ServedModel, raw: bytes) -> None:
+def test_invalid_http_is_refused_and_the_connection_closed(served: ServedModel, raw: bytes) -> None:
     with listening(served) as running:
         answer = running.send(raw)
         assert status_of(answer) in (400, 501)
@@ -132,7 +132,7 @@ def test_a_body_must_come_in_time(served: ServedModel) -> None:
 
 
 def test_a_client_that_reads_nothing_is_dropped(served: ServedModel) -> None:
-    """It asks again and again and reads no answer, so that they fill all buffers between the two."""
+    """It sends requests without reading answers, which then fill all buffers."""
     limits = ServerLimits(stall_seconds=0.3)
     with listening(served, limits=limits) as running, running.connect() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

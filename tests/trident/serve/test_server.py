@@ -31,7 +31,7 @@ def body_of(answer: bytes) -> str:
     return answer.partition(b"\r\n\r\n")[2].decode()
 
 
-def test_health_says_what_the_server_is_doing(served: ServedModel) -> None:
+def test_health_reports_the_state(served: ServedModel) -> None:
     may_load = threading.Event()
     engine = FakeEngine(step_seconds=0.02)
     with listening(served, engine, before=lambda: may_load.wait(120) and None, waits=False) as running:
@@ -173,7 +173,7 @@ HOSTILE = (
 
 
 def test_a_hostile_template_delays_no_other_request(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests are refused one after the other, and meanwhile the server says that it is ready."""
+    """Its requests are refused one after the other, while /health stays ready."""
     monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
     template = ChatTemplate("mine.jinja", HOSTILE)
 
@@ -192,14 +192,14 @@ def test_a_hostile_template_delays_no_other_request(served: ServedModel, monkeyp
         assert meanwhile, "no answer came before the first of them was refused"
         for one in endless:
             assert b" 400 " in one.result().splitlines()[0]
-            assert "the chat template mine.jinja: it computes for more than 0.3" in body_of(one.result())
+            assert "the chat template mine.jinja: it takes more than 0.3" in body_of(one.result())
         refused = clients.submit(talk, "hostile").result()
         # Which limit it meets first depends on the machine.
-        limits = ("it needs more than 256 MB of memory", "writes more than", "it computes for more than")
+        limits = ("it needs more than 256 MB of memory", "renders more than", "it takes more than")
         assert any(limit in body_of(refused) for limit in limits)
         killed = clients.submit(talk, "endless")
         while not killed.done():
-            seat = template._program._seat
+            seat = template._program._slot
             if seat.child is not None:
                 os.kill(seat.child._process.pid, signal.SIGKILL)
             time.sleep(0.05)

@@ -46,7 +46,7 @@ def test_a_service_starts_is_ready_and_stops(service: Service, served: ServedMod
     assert service.state == STOPPING
 
 
-def test_a_service_that_ended_says_why(service: Service, served: ServedModel) -> None:
+def test_an_ended_service_refuses_requests(service: Service, served: ServedModel) -> None:
     service.open(served)
     service.end(broken())
     with pytest.raises(Refusal, match="The server is stopping"):
@@ -75,7 +75,7 @@ def events_of(served: ServedModel, *arrivals: Any, **changes: Any) -> list[Any]:
     return [one if one == END_OF_EVENTS else json.loads(one.removeprefix(b"data: ")) for one in asyncio.run(whole())]
 
 
-def test_a_stream_ends_with_its_usage_if_that_was_asked_for(served: ServedModel) -> None:
+def test_a_stream_ends_with_its_usage_if_requested(served: ServedModel) -> None:
     tokens = [GeneratedToken("x/0", 40, -1.0), GeneratedToken("x/0", 41, -1.0, finish="length")]
     plain = events_of(served, *tokens)
     assert [one["choices"][0]["finish_reason"] for one in plain[:-1]] == [None, "length"] and plain[-1] == END_OF_EVENTS

@@ -37,7 +37,7 @@ def test_the_answer_has_dsgpt2s_json_and_headers(served: ServedModel) -> None:
     assert served.tokenizer.decode(engine.requests[0].prompt) == "안녕 &" and engine.requests[0].max_new_tokens == 60
 
 
-def test_a_chat_model_is_asked_a_question(served: ServedModel) -> None:
+def test_a_chat_model_answers_a_question(served: ServedModel) -> None:
     chatting = replace(served, is_chat=True)
     _, engine = get(chatting, "sentence=Hello")
     assert engine.requests[0].prompt == served.prompt_of_messages([{"role": "user", "content": "Hello"}])

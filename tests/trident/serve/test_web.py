@@ -39,7 +39,7 @@ def talk(
     limits: ServerLimits | None = None,
     access: Access | None = None,
 ) -> Any:
-    """What `act` returns with a running service."""
+    """Runs `act` with a service; returns its result."""
 
     async def whole() -> Any:
         async with running(served, engine, limits, access) as service:
@@ -141,7 +141,7 @@ def test_access_is_checked_before_anything_else(served: ServedModel) -> None:
     assert talk(served, act, access=access) == [200, 200, 401, 401, 401, *[200] * 5, 401, *[421] * 5]
 
 
-def test_cors_only_where_it_was_asked_for(served: ServedModel) -> None:
+def test_cors_only_for_allowed_origins(served: ServedModel) -> None:
     there = "https://other.example"
     headers = {
         "Origin": there,
@@ -209,7 +209,7 @@ def test_a_failure_is_logged_and_answered_without_its_words(
     assert "GET /v1/models failed" in (said := capsys.readouterr().err) and "secret of the server" in said
 
 
-def test_every_answer_says_that_its_type_is_meant(served: ServedModel) -> None:
+def test_every_answer_forbids_content_sniffing(served: ServedModel) -> None:
     async def act(service: Running) -> list[httpx.Response]:
         http = service.http
         found = [await http.get(path) for path in ("/", "/health", "/metrics", "/v1/models", "/nothing")]
@@ -264,7 +264,7 @@ class Chat:
         return self.browser.find_element("css selector", selector)
 
     def texts(self, selector: str) -> list[str]:
-        """What elements show."""
+        """The texts of elements."""
         return [one.text for one in self.browser.find_elements("css selector", selector)]
 
     def write(self, *keys: str) -> None:
@@ -279,7 +279,7 @@ class Chat:
             time.sleep(0.02)
 
     def is_done(self) -> bool:
-        """Whether no answer is being generated."""
+        """True if no answer is being generated."""
         return bool(self.find("#send").is_displayed())
 
     def picture(self, name: str) -> None:

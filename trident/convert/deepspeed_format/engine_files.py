@@ -1,6 +1,6 @@
-"""Reads what DeepSpeed's engines save: layer files of a pipeline or modules of ranks, with their optimizer shards.
+"""Reads checkpoints of DeepSpeed's engines: pipeline layer files or rank modules, with optimizer shards.
 
-The shards hold the fp32 weights and moments of ZeRO 1, 2 and 3, and of the BF16 optimizer.
+The shards contain fp32 weights and moments of ZeRO 1, 2 and 3, and of the BF16 optimizer.
 
 Source: DeepSpeed 0.19.8, `deepspeed/runtime/engine.py` (`save_checkpoint`), `deepspeed/runtime/pipe/module.py`,
 `deepspeed/checkpoint/ds_to_universal.py` (`extract_zero_shards` and its stage-3 form).
@@ -22,7 +22,7 @@ from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
 from trident.convert.megatron_format.arguments import training_state
 from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, highest_step
-from trident.convert.megatron_format.torch_files import Choices, StoredRun, read_dictionaries
+from trident.convert.megatron_format.torch_files import ImportOptions, StoredRun, read_dictionaries
 from trident.convert.pickles.reader import ForeignObject, ForeignTensor, read_pickles, tensors_in
 
 RankFiles = dict[int, dict[str, Any]]
@@ -38,15 +38,15 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def is_engine_folder(folder: Path) -> bool:
-    """Whether a folder holds files of DeepSpeed's engines."""
+    """True if a folder contains files of DeepSpeed's engines."""
     return any(_RANK.fullmatch(path.name) or _LAYER.fullmatch(path.name) for path in folder.iterdir())
 
 
-def open_engine_folder(folder: Path, choices: Choices) -> ForeignModel:
+def open_engine_folder(folder: Path, choices: ImportOptions) -> ForeignModel:
     """Opens a `global_step100` folder; raises as `open_foreign` does."""
     files, layers = _read_files(folder)
     run = StoredRun.of(files[0], folder, choices)
-    ranks = 1 + max(rank for _, rank in layers) if layers else len(files)  # without layer files there is no pipeline
+    ranks = 1 + max(rank for _, rank in layers) if layers else len(files)  # no pipeline without layer files
     shards = read_shards(folder, {rank: shapes_of(content) for rank, content in files.items()})
     exact = run.parts(((rank % ranks, name, kind, part) for rank, name, kind, part in shards.tensors), ranks)
     parts = {**run.parts(_weights(files, layers), ranks), **exact}
@@ -59,12 +59,12 @@ def open_engine_folder(folder: Path, choices: Choices) -> ForeignModel:
 
 @dataclass
 class OptimizerShards:
-    """What the optimizer files of a checkpoint hold.
+    """The contents of a checkpoint's optimizer files.
 
     Args:
         tensors: (model-parallel rank, name, kind, part).
-        updates: updates that Adam counted.
-        problem: why nothing can be read, where that is so.
+        updates: Adam's step counter.
+        problem: why they cannot be read, if so.
     """
 
     tensors: list[tuple[int, str, Kind, RankPart]] = field(default_factory=list)
@@ -74,13 +74,13 @@ class OptimizerShards:
 
 
 def read_shards(folder: Path, shapes: Mapping[int, Shapes]) -> OptimizerShards:
-    """Reads the optimizer files of a checkpoint folder; no tensor is read yet.
+    """Opens the optimizer files of a checkpoint folder; tensors are read lazily.
 
     Args:
-        shapes: of each model-parallel rank, its parameters' shapes by group, in the order of the flat tensors.
+        shapes: the parameter shapes of each model-parallel rank by group, in the order of the flat tensors.
 
     Raises:
-        ConversionError: shards are missing or do not fit the shapes.
+        ConversionError: shards are missing or do not match the shapes.
     """
     paths = {
         (int(match.group(2)), int(match.group(1))): path
@@ -95,19 +95,19 @@ def read_shards(folder: Path, shapes: Mapping[int, Shapes]) -> OptimizerShards:
     for rank, groups in shapes.items():
         states = [_state(contents[key], paths[key]) for key in ordered if key[0] == rank]
         count = states[0].get("partition_count") if states else None
-        wanted = max(count) if isinstance(count, list) and count else count
-        if not states or (type(wanted) is int and wanted != len(states)):
+        expected = max(count) if isinstance(count, list) and count else count
+        if not states or (type(expected) is int and expected != len(states)):
             raise ConversionError(
-                f"{folder} holds {len(states)} optimizer shards of model-parallel rank {rank}, not {wanted or 'any'}. "
-                "Copy the whole checkpoint."
+                f"{folder} holds {len(states)} optimizer shards of model-parallel rank {rank}, not {expected or 'any'}."
+                " Copy the whole checkpoint."
             )
         if "fp32_flat_groups" in states[0]:
-            pieces = _stage_three(states, groups)
+            fragments = _stage_three(states, groups)
         elif "param_slice_mappings" in states[0]:
-            pieces = _stages_one_and_two(states)
+            fragments = _stages_one_and_two(states)
         else:
-            return OptimizerShards(problem="the optimizer states do not say which parameter is where (older DeepSpeed)")
-        shards.tensors += [(rank, name, kind, part) for name, kind, part in _parts(pieces, groups, folder)]
+            return OptimizerShards(problem="the optimizer states lack parameter offsets (older DeepSpeed)")
+        shards.tensors += [(rank, name, kind, part) for name, kind, part in _parts(fragments, groups, folder)]
         counted = _updates(states[0])
         shards.updates = counted if shards.updates is None else max(shards.updates, counted or 0)
         shards.loss_scale = _loss_scale(states[0])
@@ -115,7 +115,7 @@ def read_shards(folder: Path, shapes: Mapping[int, Shapes]) -> OptimizerShards:
 
 
 def shapes_of(content: Mapping[str, Any]) -> Shapes:
-    """The shapes of a rank's parameters by group, as its model file lists them."""
+    """The shapes of a rank's parameters by group, from its model file."""
     groups = content.get("param_shapes")
     groups = [groups] if isinstance(groups, dict) else groups
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -135,7 +135,7 @@ def _read_files(folder: Path) -> tuple[RankFiles, LayerFiles]:
             ranks[int(match.group(1))] = path
     if 0 not in ranks or len(ranks) != 1 + max(ranks):
         raise ConversionError(
-            f"{folder} holds the model files of ranks {', '.join(map(str, sorted(ranks))) or 'none'}; they must begin "
+            f"{folder} holds the model files of ranks {', '.join(map(str, sorted(ranks))) or 'none'}; they must start "
             "with mp_rank_00_model_states.pt and be complete. Copy the whole checkpoint."
         )
     contents = read_dictionaries([*ranks.values(), *layers.values()], "a file of DeepSpeed's engine")
@@ -153,7 +153,7 @@ def _weights(ranks: RankFiles, layers: LayerFiles) -> Iterator[tuple[int, str, K
 
 @dataclass(frozen=True)
 class _Fragment:
-    """A run of elements of a flat tensor that belongs to a parameter."""
+    """The elements of a parameter in a flat tensor."""
 
     flat: ForeignTensor
     first: int
@@ -167,19 +167,19 @@ def _state(content: Any, path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _stages_one_and_two(states: Sequence[Mapping[str, Any]]) -> Pieces:
+def _stages_one_and_two(states: Sequence[Mapping[str, Any]]) -> Fragments:
     for state in states:
         inner = _adam(state)
         for group, mapping in enumerate(state["param_slice_mappings"]):
             flats = {"fp32": state["single_partition_of_fp32_groups"][group], **inner.get(group, {})}
             for name, address in mapping.items() if isinstance(mapping, dict) else ():
-                place = address.fields() if isinstance(address, ForeignObject) else {}
+                fields = address.fields() if isinstance(address, ForeignObject) else {}
                 for kind, key in _FLAT:
                     if isinstance(flats.get(key), ForeignTensor):
-                        yield name, kind, _Fragment(flats[key], place.get("start", 0), place.get("numel", 0))
+                        yield name, kind, _Fragment(flats[key], fields.get("start", 0), fields.get("numel", 0))
 
 
-def _stage_three(states: Sequence[Mapping[str, Any]], groups: Shapes) -> Pieces:
+def _stage_three(states: Sequence[Mapping[str, Any]], groups: Shapes) -> Fragments:
     for rank, state in enumerate(states):
         inner = _adam(state)
         for group, shapes in enumerate(groups):
@@ -196,16 +196,16 @@ def _stage_three(states: Sequence[Mapping[str, Any]], groups: Shapes) -> Pieces:
 
 
 def _adam(state: Mapping[str, Any]) -> Mapping[Any, Mapping[str, Any]]:
-    """The state of torch's optimizer by number of the flat tensor."""
+    """The state of torch's optimizer by index of the flat tensor."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     tensors = inner.get("state") if isinstance(inner, dict) else None
     return tensors if isinstance(tensors, dict) else {}
 
 
-def _parts(pieces: Pieces, groups: Shapes, folder: Path) -> Iterator[tuple[str, Kind, RankPart]]:
+def _parts(named: Fragments, groups: Shapes, folder: Path) -> Iterator[tuple[str, Kind, RankPart]]:
     shapes = {name: shape for group in groups for name, shape in group.items()}
     fragments: dict[tuple[str, Kind], list[_Fragment]] = defaultdict(list)
-    for name, kind, fragment in pieces:
+    for name, kind, fragment in named:
         fragments[name, kind].append(fragment)
     for (name, kind), held in fragments.items():
         shape = shapes.get(name)
@@ -237,7 +237,7 @@ def _part(shape: tuple[int, ...], fragments: Sequence[_Fragment]) -> RankPart:
 
 
 def _updates(state: Mapping[str, Any]) -> int | None:
-    """Adam's counter, in the state of a tensor or in the parameter group; None where there is none."""
+    """Adam's step counter in the state of a tensor or a parameter group; None if missing."""
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     groups = inner.get("param_groups", []) if isinstance(inner, dict) else []
     return highest_step([*_adam(state).values(), *groups])
@@ -249,4 +249,4 @@ def _loss_scale(state: Mapping[str, Any]) -> dict[str, float]:
     return {name: fields[name] for name in _SCALER_FIELDS if isinstance(fields.get(name), int | float)}
 
 
-Pieces = Iterator[tuple[str, Kind, _Fragment]]
+Fragments = Iterator[tuple[str, Kind, _Fragment]]

@@ -14,7 +14,7 @@ from megatron.errors import ConversionError
 from megatron.parallel.pieces import Kind
 from trident.convert.megatron_format.arguments import training_state
 from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart, StoredParts, count_of, highest_step
-from trident.convert.megatron_format.torch_files import Choices, StoredRun, read_dictionaries
+from trident.convert.megatron_format.torch_files import ImportOptions, StoredRun, read_dictionaries
 from trident.convert.pickles.reader import ForeignTensor, read_pickles
 
 _FILES: dict[str, Kind] = {"fp32.pt": "weight", "exp_avg.pt": "exp_avg", "exp_avg_sq.pt": "exp_avg_sq"}
@@ -22,11 +22,11 @@ _GATED = ("mlp.linear_fc1.weight", "mlp.linear_fc1.bias")
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether a folder is a universal checkpoint."""
+    """True if a folder is a universal checkpoint."""
     return (folder / "zero").is_dir()
 
 
-def open_universal(folder: Path, choices: Choices) -> ForeignModel:
+def open_universal(folder: Path, choices: ImportOptions) -> ForeignModel:
     """Opens a universal checkpoint; raises as `open_foreign` does."""
     path = next(iter(sorted(folder.glob("mp_rank_*_model_states.pt"))), None)
     if path is None:
@@ -40,9 +40,9 @@ def open_universal(folder: Path, choices: Choices) -> ForeignModel:
     ]
     parts = run.parts(entry[:4] for entry in listed)
     notes: list[str] = []
-    if not any("cat_dim" in content for *_, content in listed):  # the first version leaves ranks' parts as they came
+    if not any("cat_dim" in content for *_, content in listed):  # the first version concatenates the shards
         ranks = run.stored.get("tensor_model_parallel_size")
-        parts = _as_first_version(parts, run.model, ranks if type(ranks) is int and ranks > 0 else 1, notes)
+        parts = _split_first_version(parts, run.model, ranks if type(ranks) is int and ranks > 0 else 1, notes)
     return run.opened("DeepSpeed universal", parts, training_state(first, run.stored, _updates(folder)), notes)
 
 
@@ -53,17 +53,17 @@ def _whole(content: Any, path: Path) -> RankPart:
     return RankPart.of(tensor)
 
 
-def _as_first_version(parts: StoredParts, model: ModelConfig, ranks: int, notes: list[str]) -> StoredParts:
-    """Undoes what bigscience's converter does by joining every tensor along its rows.
+def _split_first_version(parts: StoredParts, model: ModelConfig, ranks: int, notes: list[str]) -> StoredParts:
+    """Undoes the concatenation of shards along rows by bigscience's converter.
 
-    Positions come once for each rank, and gated matrices hold both halves of one rank after both halves of another.
+    It repeats the position embedding for each rank, and stores both halves of a gated matrix rank by rank.
     """
     divided: StoredParts = {}
     for (name, kind), (part,) in parts.items():
         if name == "embedding.position_embeddings.weight" and part.shape[0] == ranks * model.max_position_embeddings:
             divided[name, kind] = (_rows(part, 0, model.max_position_embeddings),)
             if ranks > 1 and not notes:
-                notes.append(f"the position embedding is stored {ranks} times, once a rank; the first is taken")
+                notes.append(f"the position embedding is stored {ranks} times, once per rank; the first is used")
         elif model.gated_linear_unit and name.endswith(_GATED) and part.shape[0] % ranks == 0:
             share = part.shape[0] // ranks
             divided[name, kind] = tuple(_rows(part, rank * share, (rank + 1) * share) for rank in range(ranks))
@@ -77,7 +77,7 @@ def _rows(part: RankPart, first: int, last: int) -> RankPart:
 
 
 def _updates(folder: Path) -> int | None:
-    """Adam's counter: `step.pt` next to a parameter, or the common file of parameter groups."""
+    """Adam's step counter, from `step.pt` of a parameter or the common file of parameter groups."""
     steps = next(iter(sorted((folder / "zero").glob("*/step.pt"))), None)
     if steps is not None:
         (content,) = read_pickles([steps])

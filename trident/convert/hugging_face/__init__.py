@@ -1,4 +1,4 @@
-"""Hugging Face directories, both ways: one table per family says how its fields and tensors correspond to ours.
+"""Imports and exports Hugging Face directories, with one table of fields and tensors per model family.
 
-Tensors are streamed slice by slice; a conversion ends with a comparison of logits, or it leaves nothing behind.
+Tensors are streamed slice by slice. A conversion ends with a comparison of logits; if it fails, nothing is written.
 """

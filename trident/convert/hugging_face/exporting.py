@@ -1,4 +1,4 @@
-"""From a checkpoint of ours, of whatever layout, to a directory that Hugging Face's libraries load offline."""
+"""Exports a checkpoint of any layout as a directory that Hugging Face's libraries load offline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trident.convert.hugging_face.model_tokenizer import (
     write_chat_template,
     write_tokenizer,
 )
-from trident.convert.hugging_face.proof import PROOF_NAME, Side, expected_logits, file_digests, proof_text, prove
+from trident.convert.hugging_face.proof import PROOF_NAME, ProofSide, expected_logits, file_digests, proof_text, prove
 from trident.convert.hugging_face.reference import check_installed
 from trident.convert.hugging_face.registry import family_for
 from trident.convert.hugging_face.streaming import CheckpointSource, exported_values, network_shapes, optional_states
@@ -42,27 +42,27 @@ from trident.convert.hugging_face.table.tensors import bind, parts_by_tensor, th
 from trident.convert.hugging_face.weight_files import PlannedTensor, plan_files, write_files, write_json
 
 LARGEST_FILE_BYTES = 5 * 10**9
-# Names of --dtype -> the element type as safetensors names it.
+# Values of --dtype -> element types of safetensors.
 DTYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export.
+    """Options of an export.
 
     Args:
         checkpoint: one checkpoint folder.
-        target: the model directory to make.
+        target: the model directory to create.
         model: the architecture of the checkpoint.
-        tokenizer: the flags that choose its tokenizer.
+        tokenizer: the flags that select its tokenizer.
         recorded: the tokenizer that the checkpoint was trained with.
-        dtype: float32, bfloat16 or float16; None for the types that are stored.
-        largest_file_bytes: how large a file of weights may be.
+        dtype: float32, bfloat16 or float16; None for the stored types.
+        largest_file_bytes: maximum size of a weight file.
         model_type: the family to export as; None for `origin`, or the first that can express the network.
-        origin: the family that the weights were imported from; empty if they were not.
-        chat_template: the chat template that the model was tuned with; None if it was not.
-        proof_layers: how many layers the proof compares; None for all.
-        kind: what is exported: the weights, or the means of them that --ema-decay keeps.
+        origin: the family that the weights were imported from, or empty.
+        chat_template: the chat template that the model was tuned with, if any.
+        proof_layers: number of layers that the proof compares; None for all.
+        kind: the weights, or their averages of --ema-decay.
     """
 
     checkpoint: Path
@@ -80,14 +80,14 @@ class ExportRequest:
 
 
 def export_model(request: ExportRequest) -> Path:
-    """Makes a directory with weights, configurations, tokenizer and `proof.json`; returns it.
+    """Creates a directory with weights, configurations, tokenizer and `proof.json`; returns it.
 
-    Either all of it appears, with logits proved equal, or nothing.
+    The directory appears only after the logits were compared.
 
     Raises:
         ConversionError: no family can express the network, or its logits differ.
-        CheckpointError: the checkpoint is damaged or does not fit its configuration.
-        StorageError: the file system refused.
+        CheckpointError: the checkpoint is damaged or does not match its configuration.
+        StorageError: a file cannot be written.
     """
     check_installed()
     model, stored_model = dataclasses.replace(request.model, mtp_num_layers=0), request.model
@@ -100,14 +100,14 @@ def export_model(request: ExportRequest) -> Path:
     _check_contents(request, manifest.catalogue, known)
     if stored_model.mtp_num_layers:
         log.info(
-            f"the weights of --mtp-num-layers {stored_model.mtp_num_layers} are left out: transformers does not "
+            f"the weights of --mtp-num-layers {stored_model.mtp_num_layers} are skipped: transformers does not "
             "compute multi-token prediction"
         )
     tensors = bind(family.tensors, shapes)
     parts = parts_by_tensor(tensors)
-    dtypes, asked = {}, None if request.dtype is None else DTYPES[request.dtype]
+    dtypes, requested = {}, None if request.dtype is None else DTYPES[request.dtype]
     for name, [(tensor, _), *_] in parts.items():
-        dtypes[name] = source.dtype_of(tensor.ours) if asked is None or tensor.is_state else asked
+        dtypes[name] = source.dtype_of(tensor.ours) if requested is None or tensor.is_state else requested
     planned = [PlannedTensor(name, dtypes[name], shape) for name, shape in their_shapes(tensors).items()]
     weights = [dtypes[name] for name, held in parts.items() if not held[0][0].is_state]
     widest = max(weights, key=lambda dtype: (ITEM_BYTES[dtype], dtype))
@@ -120,7 +120,7 @@ def export_model(request: ExportRequest) -> Path:
         check_same_ids(temporary, tokenizer, is_bare=adds_special_tokens(request.tokenizer))
         ids = special_ids(temporary, tokenizer)
         check_padding(family, ids)
-        write_json(temporary / "config.json", {**config, **_surroundings(ids, TORCH_TYPES[widest])})
+        write_json(temporary / "config.json", {**config, **_common_fields(ids, TORCH_TYPES[widest])})
         if not model.bidirectional:
             keep_special_ids(temporary, ids, tokenizer)
         log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
@@ -129,23 +129,23 @@ def export_model(request: ExportRequest) -> Path:
             return exported_values(source, parts[tensor.name], TORCH_TYPES[tensor.dtype])
 
         write_files(temporary, plan_files(planned, request.largest_file_bytes), values)
-        rounded_to = None if asked is None else TORCH_TYPES[asked]
+        rounded_to = None if requested is None else TORCH_TYPES[requested]
         paddings = [ids["pad_token_id"]] if "pad_token_id" in ids else []
-        expected = expected_logits(Side(family, temporary, model, tokenizer, paddings, request.proof_layers))
+        expected = expected_logits(ProofSide(family, temporary, model, tokenizer, paddings, request.proof_layers))
         proof = prove(expected, request.checkpoint, manifest, rounded_to, request.kind)
         write_text(temporary / PROOF_NAME, proof_text({**proof, "files": file_digests(temporary)}))
     return request.target
 
 
 def tuned_template(name: str | None, data: DataConfig, tokenizer: TokenizerChoice) -> ChatTemplate | None:
-    """The chat template that a model was tuned with; None if its run had no examples and named none.
+    """The chat template that a model was tuned with; None if its run had no examples and no template.
 
     Args:
-        name: its name or file; None if none was named.
-        data: what the model was trained on.
+        name: its name or file, if set.
+        data: the training data.
 
     Raises:
-        ConfigError: it cannot be used, or its file is gone.
+        ConfigError: it is invalid, or its file is missing.
     """
     if name is None and not any(map(names_example_files, data_prefixes(data))):
         return None
@@ -153,25 +153,24 @@ def tuned_template(name: str | None, data: DataConfig, tokenizer: TokenizerChoic
 
 
 def _check_contents(request: ExportRequest, catalogue: Catalogue, known: Set[str]) -> None:
-    """Checks that the checkpoint holds the means that are asked for, and nothing that the network does not have; what
-    else is missing is noticed later.
-    """
+    """Checks that the checkpoint has the requested averages, and only tensors of the network."""
     names = catalogue.names()
     if request.kind == "average" and not any("average" in catalogue.kinds(name) for name in names):
         raise CheckpointError(
-            f"{request.checkpoint} holds no means of weights (--averaged-weights): its run was trained without "
+            f"{request.checkpoint} holds no averaged weights (--averaged-weights): its run was trained without "
             "--ema-decay or --optimizer schedule-free. Drop --averaged-weights."
         )
-    left = sorted(set(names) - known)
-    if left:
+    unknown = sorted(set(names) - known)
+    if unknown:
         raise ConversionError(
-            f"{request.checkpoint} holds {', '.join(left[:5])}{', ...' if len(left) > 5 else ''}, which the network of "
-            "its configuration does not have; they would be lost. Export with the program version that wrote it."
+            f"{request.checkpoint} holds {', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''}, which the "
+            "network of its configuration does not have; they would be lost. Export with the program version that "
+            "wrote it."
         )
 
 
 def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
-    """Checks that the tokenizer can be the recorded one; another form of it, such as a tokenizer.json, is accepted."""
+    """Checks that the tokenizer may be the recorded one; accepts other forms of it, such as a tokenizer.json."""
     recorded = request.recorded
     if recorded.name != NO_TOKENIZER and tokenizer.vocab_size != recorded.vocab_size:
         raise ConversionError(
@@ -187,12 +186,9 @@ def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
         )
 
 
-def _surroundings(ids: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    """Fields of `config.json` that are not about the network; both names of the type, for older readers.
-
-    A token that the tokenizer does not have is null: where it is absent, the family's own id would be taken, which may
-    lie beyond the vocabulary.
-    """
+def _common_fields(ids: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
+    """Fields of `config.json` that do not describe the network; both names of the dtype, for older readers."""
+    # Missing tokens are null: the defaults of a family may be outside the vocabulary.
     none = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     name = str(dtype).removeprefix("torch.")
     return {**none, **ids, "dtype": name, "torch_dtype": name, "use_cache": True}

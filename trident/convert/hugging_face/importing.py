@@ -1,4 +1,4 @@
-"""From a Hugging Face directory to a checkpoint of ours that any layout loads."""
+"""Imports a Hugging Face directory as a checkpoint that any layout can load."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trident.convert.hugging_face.model_tokenizer import (
     special_ids,
 )
 from trident.convert.hugging_face.mxfp4 import with_decoded_blocks
-from trident.convert.hugging_face.proof import PROOF_NAME, Side, check_digests, expected_logits, proof_text, prove
+from trident.convert.hugging_face.proof import PROOF_NAME, ProofSide, check_digests, expected_logits, proof_text, prove
 from trident.convert.hugging_face.reference import check_installed
 from trident.convert.hugging_face.registry import family_of
 from trident.convert.hugging_face.streaming import (
@@ -47,14 +47,14 @@ from trident.convert.hugging_face.weight_files import read_json_file, read_weigh
 
 @dataclass(frozen=True)
 class ModelImportRequest:
-    """What to import.
+    """Options of an import.
 
     Args:
         source: the model directory.
-        target: the folder of checkpoints to make.
+        target: the checkpoint folder to create.
         tokenizer: a folder with another tokenizer than the directory's.
-        has_tokenizer: whether there is one; without one the weights are imported by themselves.
-        proof_layers: how many layers the proof compares; None for all.
+        has_tokenizer: import a tokenizer, not only the weights.
+        proof_layers: number of layers that the proof compares; None for all.
     """
 
     source: Path
@@ -65,13 +65,13 @@ class ModelImportRequest:
 
 
 def import_model(request: ModelImportRequest) -> Path:
-    """Makes a folder with a checkpoint of step 0, `model.yaml`, the tokenizer and `proof.json`; returns it.
+    """Creates a folder with a checkpoint of step 0, `model.yaml`, the tokenizer and `proof.json`; returns it.
 
-    Either all of it appears, with logits proved equal, or nothing.
+    The folder appears only after the logits were compared.
 
     Raises:
-        ConversionError: the model cannot be expressed, its files are damaged, or its logits differ.
-        StorageError: the file system refused.
+        ConversionError: the model is not supported, its files are damaged, or its logits differ.
+        StorageError: a file cannot be written.
     """
     check_installed()
     source = request.source
@@ -98,11 +98,11 @@ def import_model(request: ModelImportRequest) -> Path:
         write_text(temporary / MODEL_FILE, text)
         [(dtype, _)] = Counter(tensor.dtype for tensor in stored.values()).most_common(1)
         record = imported_record(temporary / MODEL_FILE, request.target, model, tokenizer, dtype, family.model_type)
-        paddings = range(model.vocab_size)  # whatever the model came with
-        expected = expected_logits(Side(family, source, model, tokenizer, paddings, request.proof_layers))
-        pieces = ImportedPieces(tensors, stored)
+        paddings = range(model.vocab_size)  # any padding token of the model
+        expected = expected_logits(ProofSide(family, source, model, tokenizer, paddings, request.proof_layers))
+        snapshot = ImportedPieces(tensors, stored).snapshot()
         log.info(f"importing {len(tensors)} tensors of {source}, a {family.model_type}")
-        saved = write_snapshot(temporary, 0, pieces.snapshot(), record.to_json(), ParallelMesh.single())
+        saved = write_snapshot(temporary, 0, snapshot, record.to_json(), ParallelMesh.single())
         proof = prove(expected, saved, read_manifest(saved))
         write_text(temporary / PROOF_NAME, proof_text(proof))
     return request.target
@@ -115,12 +115,12 @@ def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelC
     if model.bidirectional:
         name_special_tokens(source, folder)
     tokenizer = build_tokenizer(copied)
-    # It may have more tokens than the model only where these were added for other models (Gemma 3's image token).
+    # Only added tokens may exceed the model's rows (Gemma 3's image token).
     rows = model.vocab_size
     if not set(range(rows, tokenizer.vocab_size)) <= set(added_tokens(tokenizer).values()):
         raise ConversionError(
             f"the tokenizer in {source} has {tokenizer.vocab_size} tokens, and the model has rows for {rows} "
-            "(vocab_size). Name the tokenizer that it was trained with (--tokenizer-name-or-path)."
+            "(vocab_size). Give the tokenizer that it was trained with (--tokenizer-name-or-path)."
         )
     check_same_ids(folder, tokenizer)
     check_padding(family, special_ids(folder, tokenizer))
@@ -129,16 +129,16 @@ def _copied_tokenizer(request: ModelImportRequest, family: Family, model: ModelC
 
 @contextlib.contextmanager
 def unfinished_folder(target: Path) -> Iterator[Path]:
-    """A new folder next to the target, which becomes the target when the block ends and vanishes when it fails.
+    """Context manager for a temporary folder next to the target: renamed to it on success, removed on failure.
 
-    What killed runs left next to the same target is removed first.
+    Removes leftovers of killed runs first.
 
     Raises:
         ConversionError: the target exists.
         StorageError: the file system refused.
     """
     if DISK.exists(target):
-        raise ConversionError(f"{target} exists already, and nothing is overwritten. Remove it or name another folder.")
+        raise ConversionError(f"{target} already exists, and nothing is overwritten. Remove it or name another folder.")
     target = target.absolute()
     for leftover in remove_leftovers(target):
         log.info(f"removed {leftover}, which a killed run left unfinished")
@@ -147,7 +147,7 @@ def unfinished_folder(target: Path) -> Iterator[Path]:
         DISK.make_directories(target.parent)
         DISK.make_directory(temporary)
     except OSError as failure:
-        raise StorageError(f"cannot make the folder {temporary}: {failure.strerror or failure}.") from failure
+        raise StorageError(f"cannot create the folder {temporary}: {failure.strerror or failure}.") from failure
     try:
         yield temporary
         DISK.sync_directory(temporary)

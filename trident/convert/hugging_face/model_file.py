@@ -1,4 +1,4 @@
-"""`model.yaml`: the flags of an imported model, with which a run continues its training (`--config model.yaml`)."""
+"""Writes `model.yaml`: the flags of an imported model, to continue its training (`--config model.yaml`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice
 
 MODEL_FILE = "model.yaml"
 
-_ALWAYS = ("max_position_embeddings",)  # its default comes from another section, the length of a sample
-_ALWAYS_OF_ENCODERS = ("masked_lm_head", "sentence_order_head")  # pretrain_bert.py has both unless flags say otherwise
-_USUAL_TOKENS = 1024  # of a sample, where the model has that many positions
+_ALWAYS = ("max_position_embeddings",)  # its default depends on another section: the sequence length
+_ALWAYS_OF_ENCODERS = ("masked_lm_head", "sentence_order_head")  # enabled by default in pretrain_bert.py
+_DEFAULT_TOKENS = 1024  # sequence length, if the model has that many positions
 
 
 def model_file_text(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenizer | None, origin: str) -> str:
     """The text of `model.yaml`.
 
     Args:
-        tokenizer: the one that the flags describe; None if the model came without one.
-        origin: where the model came from, in words.
+        tokenizer: the tokenizer of the flags, if any.
+        origin: description of the model's origin.
     """
     program = "pretrain_bert.py" if model.bidirectional else "pretrain_gpt.py"
     lines = [f"# {origin}", f"# Flags of {program} by name; the command line wins over them."]
@@ -44,40 +44,40 @@ def imported_record(
     """The record of a checkpoint without training: step 0, no optimizer state, the flags of `model.yaml`.
 
     Args:
-        model_file: where `model.yaml` and the tokenizer next to it are while the import is not finished.
-        target: the folder that they will be in.
-        tokenizer: None if the model came without one.
-        dtype: the element type of the weights as safetensors names it, in which text is generated.
+        model_file: path of `model.yaml`, next to the tokenizer, during the import.
+        target: their final folder.
+        tokenizer: None if the model has none.
+        dtype: safetensors' element type of the weights, in which text is generated.
         family: the family of the model.
 
     Raises:
-        ConfigError: the flags do not make up a run.
+        ConfigError: the flags are not valid for a run.
     """
-    length = min(_USUAL_TOKENS, model.max_position_embeddings)
+    length = min(_DEFAULT_TOKENS, model.max_position_embeddings)
     flags = [
         *("--config", str(model_file), "--seq-length", str(length), "--no-save-optim", "--data-path", "none"),
         *("--micro-batch-size", "1", "--global-batch-size", "1", "--train-iters", "1", "--lr", "1e-5"),
         *{"BF16": ("--bf16",), "F16": ("--fp16",)}.get(dtype, ()),
     ]
-    nothing = TokenizerRecord(NO_TOKENIZER, None, model.vocab_size)
-    recorded = nothing if tokenizer is None else TokenizerRecord.of(tokenizer)
+    no_tokenizer = TokenizerRecord(NO_TOKENIZER, None, model.vocab_size)
+    recorded = no_tokenizer if tokenizer is None else TokenizerRecord.of(tokenizer)
     record = untrained_record(flags, recorded, target)
     name = recorded.name.replace(str(model_file.parent), str(target.absolute()))
     return dataclasses.replace(record, tokenizer=dataclasses.replace(recorded, name=name), family=family)
 
 
-def untrained_record(words: Sequence[str], tokenizer: TokenizerRecord, target: Path) -> Record:
-    """The record of a run that was never made: on one process, with the `model.yaml` of the target folder.
+def untrained_record(arguments: Sequence[str], tokenizer: TokenizerRecord, target: Path) -> Record:
+    """The record of a hypothetical run on one process, with the `model.yaml` of the target folder.
 
     Args:
-        words: the command line.
+        arguments: the command line.
 
     Raises:
-        ConfigError: the flags do not make up a run.
+        ConfigError: the flags are not valid for a run.
     """
     machine = Machine("cpu", 1, True, True, supports_fp8=True)
     facts = TokenizerFacts(tokenizer.vocab_size, tokenizer.eod_id or 0, tokenizer.fingerprint or "")
-    config = resolve(parse(words), machine, facts)
+    config = resolve(parse(arguments), machine, facts)
     files = dataclasses.replace(config.files, config=str(target.absolute() / MODEL_FILE))
     return Record(
         progress=Progress(),
@@ -99,8 +99,8 @@ def model_flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenize
         if flag.field == "vocab_size":
             continue
         value = getattr(model, flag.field)
-        is_usual = value is None or (not flag.required and value == _usual_value(flag, model))
-        if flag.field in _ALWAYS or (model.bidirectional and flag.field in _ALWAYS_OF_ENCODERS) or not is_usual:
+        is_default = value is None or (not flag.required and value == _default_value(flag, model))
+        if flag.field in _ALWAYS or (model.bidirectional and flag.field in _ALWAYS_OF_ENCODERS) or not is_default:
             yield flag.field.replace("_", "-"), value
     if model.bidirectional:
         yield "objective", MASKED
@@ -111,8 +111,8 @@ def model_flags(model: ModelConfig, choice: TokenizerChoice, tokenizer: Tokenize
             yield name.replace("_", "-"), getattr(choice, name)
 
 
-def _usual_value(flag: Flag, model: ModelConfig) -> Any:
-    """The value of a flag that is left out; None where only another section can say."""
+def _default_value(flag: Flag, model: ModelConfig) -> Any:
+    """The default of a flag; None if it depends on another section."""
     computed = flag.facts.computed
     if computed is None:
         return flag.default
@@ -120,7 +120,7 @@ def _usual_value(flag: Flag, model: ModelConfig) -> Any:
 
 
 def yaml_value(value: Any) -> str:
-    """A value as YAML, a superset of JSON except for numbers such as 1e-05, which YAML reads as text."""
+    """Formats a value as YAML: JSON, except for numbers such as 1e-05, which YAML reads as strings."""
     if isinstance(value, float):
         text = repr(value)
         return text if "e" not in text or "." in text else text.replace("e", ".0e")

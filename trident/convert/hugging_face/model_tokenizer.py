@@ -1,4 +1,4 @@
-"""The tokenizer's files of a model directory: found and copied on the way in, written on the way out."""
+"""Copies the tokenizer files of a model directory for an import, and writes them for an export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 VOCABULARY = "vocab.txt"
-# What describes a tokenizer; any of the first group is one.
+# Any of these files defines a tokenizer.
 _TOKENIZERS = (TOKENIZER_JSON, "tokenizer.model", "spiece.model", "vocab.json", VOCABULARY)
 _COMPANIONS = (
     TOKENIZER_CONFIG,
@@ -37,7 +37,7 @@ _COMPANIONS = (
     "chat_template.json",
     GENERATION_CONFIG,
 )
-# The names of BERT's special tokens in a tokenizer's configuration, and how its vocabularies write them.
+# BERT's special tokens, by their names in a tokenizer's configuration.
 _WORDPIECE_NAMES: Mapping[str, str] = types.MappingProxyType(
     {
         "pad_token": "[PAD]",
@@ -47,12 +47,12 @@ _WORDPIECE_NAMES: Mapping[str, str] = types.MappingProxyType(
         "mask_token": "[MASK]",
     }
 )
-_AROUND = ("cls_token", "sep_token")
-_LONGEST_TEXT = 10**30  # what transformers writes where a tokenizer has no limit
+_OUTER_TOKENS = ("cls_token", "sep_token")
+_LONGEST_TEXT = 10**30  # transformers' value for an unlimited tokenizer
 
 
 def copy_tokenizer(source: Path, target: Path) -> TokenizerChoice:
-    """Copies the tokenizer of a model directory into a new folder and returns the flags that choose it there.
+    """Copies the tokenizer of a model directory into a new folder and returns the flags that select it.
 
     Raises:
         ConversionError: the directory has no tokenizer, or it cannot be read.
@@ -61,28 +61,28 @@ def copy_tokenizer(source: Path, target: Path) -> TokenizerChoice:
     if not any((source / name).is_file() for name in _TOKENIZERS):
         raise ConversionError(
             f"{source} has no tokenizer ({', '.join(_TOKENIZERS[:3])}, ...), so the token ids of the model have no "
-            "meaning. Name one with --tokenizer-name-or-path, a folder with tokenizer.json, or import the weights by "
-            "themselves with --no-tokenizer."
+            "meaning. Name one with --tokenizer-name-or-path, a folder with tokenizer.json, or import only the weights "
+            "with --no-tokenizer."
         )
     _copy(source, target, (*_TOKENIZERS, *_COMPANIONS))
-    _name_class(source, target)
+    _set_class(source, target)
     if not (target / TOKENIZER_JSON).exists():
         write_json(target / TOKENIZER_JSON, fast_tokenizer_description(source))
     return TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(target))
 
 
 def name_special_tokens(source: Path, target: Path) -> None:
-    """Has a copied tokenizer name its special tokens, which the files of older models leave to the model's class.
+    """Adds the special tokens to a copied tokenizer's configuration: older models define them only in their class.
 
     Raises:
         ConversionError: transformers cannot load the tokenizer.
     """
     path = target / TOKENIZER_CONFIG
     named = read_json_file(path, "the tokenizer's configuration")
-    with loaded_tokenizer(source) as theirs:  # whose class may know what its files do not say
-        said = {name: str(token) for name, token in theirs.special_tokens_map.items() if isinstance(token, str)}
+    with loaded_tokenizer(source) as theirs:
+        defaults = {name: str(token) for name, token in theirs.special_tokens_map.items() if isinstance(token, str)}
         inputs = list(theirs.model_input_names)
-    _rewrite(path, {"model_input_names": inputs, **said, **named})
+    _rewrite(path, {"model_input_names": inputs, **defaults, **named})
 
 
 def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path, max_length: int) -> None:
@@ -92,7 +92,7 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
         max_length: positions of the model, in tokens.
 
     Raises:
-        ConversionError: its library has no form that transformers reads.
+        ConversionError: transformers cannot read any form of it.
         StorageError: a file cannot be written.
     """
     source = Path(choice.tokenizer_name_or_path or "")
@@ -101,8 +101,8 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
     description = tokenizer.description
     if description is None:
         raise ConversionError(
-            f"the tokenizer {tokenizer.name} ({choice.tokenizer_type}) is defined by a library that transformers does "
-            "not read a file of. Give --tokenizer-name-or-path FOLDER, a Hugging Face form of it with tokenizer.json."
+            f"the tokenizer {tokenizer.name} ({choice.tokenizer_type}) belongs to a library whose files transformers "
+            "cannot read. Give --tokenizer-name-or-path FOLDER, a Hugging Face form of it with tokenizer.json."
         )
     described = json.loads(description)
     if adds_special_tokens(choice):
@@ -130,7 +130,7 @@ def write_tokenizer(choice: TokenizerChoice, tokenizer: Tokenizer, target: Path,
 
 
 def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Gives the written tokenizer a chat template, whose special tokens it then distinguishes from text.
+    """Adds a chat template and its special tokens to the written tokenizer.
 
     Raises:
         StorageError: a file cannot be written.
@@ -145,30 +145,28 @@ def write_chat_template(folder: Path, template: ChatTemplate, tokenizer: Tokeniz
     described = read_json_file(folder / TOKENIZER_JSON, "the tokenizer")
     added = described.get("added_tokens") or []
     known = {entry.get("content") for entry in added}
-    lacking = [text for text in tokenizer.special_ids if text in source and text not in known]
-    if lacking:
-        added = [*added, *(_special_token(tokenizer.special_ids[text], text) for text in lacking)]
+    missing = [text for text in tokenizer.special_ids if text in source and text not in known]
+    if missing:
+        added = [*added, *(_special_token(tokenizer.special_ids[text], text) for text in missing)]
         _rewrite(folder / TOKENIZER_JSON, {**described, "added_tokens": sorted(added, key=lambda entry: entry["id"])})
     _warn_of_other_ids(folder, template, tokenizer)
 
 
 def _warn_of_other_ids(folder: Path, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-    """Says if transformers gives a conversation other ids than the trainer, which encodes answers by themselves.
-
-    That changes ids with tokenizers that put a space before every text.
-    """
-    said = ("Hello there.", "Hi, what is it?", "What is 2 + 3?\nTell me.", "It is 5.")
-    messages = [{"role": role, "content": text} for role, text in zip((USER, ASSISTANT) * 2, said, strict=True)]
+    """Logs a warning if transformers encodes a conversation with other ids than the trainer."""
+    # The trainer encodes answers separately: ids differ with tokenizers that put a space before every text.
+    texts = ("Hello there.", "Hi, what is it?", "What is 2 + 3?\nTell me.", "It is 5.")
+    messages = [{"role": role, "content": text} for role, text in zip((USER, ASSISTANT) * 2, texts, strict=True)]
     with loaded_tokenizer(folder) as library:
         text = library.apply_chat_template([dict(message) for message in messages], tokenize=False)
         theirs = [int(number) for number in library(text, add_special_tokens=False)["input_ids"]]
     ours, _ = template.example_ids(messages, tokenizer)
     if ours != theirs:
-        place = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
+        index = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(theirs))
         log.warning(
             f"the chat template {template.name} gives a conversation other ids in transformers than in training, from "
-            f"token {place} on ({theirs[place : place + 5]} there, {ours[place : place + 5]} here): the tokenizer "
-            "encodes a text differently in the middle of another, or the template writes the day. Answers may be worse."
+            f"token {index} on ({theirs[index : index + 5]} there, {ours[index : index + 5]} here): the tokenizer "
+            "encodes a text differently inside another, or the template writes the date. Answers may be worse."
         )
 
 
@@ -178,12 +176,12 @@ def _rewrite(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def adds_special_tokens(choice: TokenizerChoice) -> bool:
-    """Whether the written tokenizer puts tokens around texts that ours, chosen by --tokenizer-type, does not."""
+    """True if the written tokenizer surrounds texts with special tokens, unlike --tokenizer-type here."""
     return choice.tokenizer_type in WORDPIECE_TOKENIZERS
 
 
 def _write_wordpiece(described: dict[str, Any], tokenizer: Tokenizer, target: Path, max_length: int) -> None:
-    """Writes BERT's WordPiece with its special tokens, which surround texts there; also as `vocab.txt`."""
+    """Writes BERT's WordPiece tokenizer, which surrounds texts with special tokens; also as `vocab.txt`."""
     vocabulary: dict[str, int] = described["model"]["vocab"]
     lines = "".join(f"{token}\n" for token in sorted(vocabulary, key=vocabulary.__getitem__))
     write_text(target / VOCABULARY, lines)
@@ -192,7 +190,7 @@ def _write_wordpiece(described: dict[str, Any], tokenizer: Tokenizer, target: Pa
     described["added_tokens"] = [_special_token(vocabulary[text], text) for text in special]
     named = {name: token for name, token in _WORDPIECE_NAMES.items() if token in vocabulary}
     if {"cls_token", "sep_token"} <= named.keys():
-        described["post_processor"] = _around(*((named[name], vocabulary[named[name]]) for name in _AROUND))
+        described["post_processor"] = _template(*((named[name], vocabulary[named[name]]) for name in _OUTER_TOKENS))
     write_json(target / TOKENIZER_JSON, described)
     write_json(
         target / TOKENIZER_CONFIG,
@@ -207,26 +205,26 @@ def _write_wordpiece(described: dict[str, Any], tokenizer: Tokenizer, target: Pa
     )
 
 
-def _around(first: tuple[str, int], last: tuple[str, int]) -> dict[str, Any]:
-    """The post-processor that writes `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, B as tokens of type 1."""
-    begin, end, next_end = (
+def _template(first: tuple[str, int], last: tuple[str, int]) -> dict[str, Any]:
+    """The post-processor of `[CLS] A [SEP]` and `[CLS] A [SEP] B [SEP]`, with B as tokens of type 1."""
+    start, end, next_end = (
         {"SpecialToken": {"id": token, "type_id": type_id}}
         for token, type_id in ((first[0], 0), (last[0], 0), (last[0], 1))
     )
     texts = [{"Sequence": {"id": name, "type_id": type_id}} for name, type_id in (("A", 0), ("B", 1))]
     return {
         "type": "TemplateProcessing",
-        "single": [begin, texts[0], end],
-        "pair": [begin, texts[0], end, texts[1], next_end],
+        "single": [start, texts[0], end],
+        "pair": [start, texts[0], end, texts[1], next_end],
         "special_tokens": {token: {"id": token, "ids": [number], "tokens": [token]} for token, number in (first, last)},
     }
 
 
 def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` of a folder, those that it names.
+    """The `bos_token_id`, `eos_token_id` and `pad_token_id` of a folder, if set.
 
-    The settings of generation come before the tokenizer: texts of a model may end with several tokens, a list. A
-    padding token that also begins or ends texts is left out: transformers gives its embedding no gradient.
+    Generation settings override the tokenizer; `eos_token_id` may be a list. A padding token that is also bos or eos is
+    dropped: transformers gives its embedding no gradient.
     """
     with loaded_tokenizer(folder) as theirs:
         declared = {name: getattr(theirs, name) for name in SPECIAL_IDS}
@@ -235,7 +233,7 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         given = read_json_file(folder / GENERATION_CONFIG, "the settings of generation")
         ids |= _within_vocabulary(given, tokenizer)
     if "eos_token_id" not in ids:
-        with contextlib.suppress(ConfigError):  # it may have none
+        with contextlib.suppress(ConfigError):  # no such token
             ids["eos_token_id"] = tokenizer.eod_id
     if ids.get("pad_token_id") in _numbers(ids.get("bos_token_id")) + _numbers(ids.get("eos_token_id")):
         ids.pop("pad_token_id", None)
@@ -243,10 +241,10 @@ def special_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def keep_special_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer) -> None:
-    """Puts the special ids of a model's `config.json` into `generation_config.json`, where that names none.
+    """Adds the special ids of a model's `config.json` to `generation_config.json`, unless set there.
 
     Raises:
-        StorageError: these cannot be written.
+        StorageError: the file cannot be written.
     """
     path = folder / GENERATION_CONFIG
     given = read_json_file(path, "the settings of generation") if path.exists() else {"_from_model_config": True}
@@ -254,7 +252,7 @@ def keep_special_ids(folder: Path, config: Mapping[str, Any], tokenizer: Tokeniz
 
 
 def _within_vocabulary(content: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The special ids, each a number or a list, that are all tokens."""
+    """The special ids (numbers or lists) that are within the vocabulary."""
     tokens = range(tokenizer.vocab_size)
     given = {name: content[name] for name in SPECIAL_IDS if content.get(name) not in (None, [])}
     return {name: value for name, value in given.items() if all(number in tokens for number in _numbers(value))}
@@ -265,10 +263,10 @@ def _numbers(value: Any) -> list[Any]:
 
 
 def check_padding(family: Family, ids: Mapping[str, Any]) -> None:
-    """Checks that the padding token is the one from which a family counts positions, if it does that.
+    """Checks the padding token of families that count positions from its id.
 
     Args:
-        ids: what `special_ids` returned.
+        ids: see `special_ids`.
 
     Raises:
         ConversionError: it has another id.
@@ -283,19 +281,19 @@ def check_padding(family: Family, ids: Mapping[str, Any]) -> None:
 
 
 def added_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """The added tokens that ours finds in texts, with their ids; the trainer's own kinds find none."""
+    """The ids of added tokens that the tokenizer recognizes in texts; empty for the trainer's own tokenizers."""
     entries = json.loads(tokenizer.description or "{}").get("added_tokens") or []
     return {entry["content"]: entry["id"] for entry in entries}
 
 
 def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False) -> None:
-    """Checks that `AutoTokenizer` gives the ids of our tokenizer, also to texts with each added token of either.
+    """Checks that `AutoTokenizer` encodes texts, also with all added tokens of both, like the trainer's tokenizer.
 
     Args:
-        is_bare: without what it adds around a text.
+        is_bare: compare without surrounding special tokens.
 
     Raises:
-        ConversionError: it gives others, or cannot load it.
+        ConversionError: the ids differ, or it cannot be loaded.
     """
     texts = [*REAL_TEXTS, "".join(REAL_TEXTS)]
     with loaded_tokenizer(folder) as library:
@@ -312,8 +310,8 @@ def check_same_ids(folder: Path, tokenizer: Tokenizer, *, is_bare: bool = False)
             )
 
 
-def _name_class(source: Path, target: Path) -> None:
-    """Has the copied configuration name a class, which transformers else takes from the model's `config.json`."""
+def _set_class(source: Path, target: Path) -> None:
+    """Sets a class in the copied configuration; otherwise transformers takes it from the model's `config.json`."""
     path = source / TOKENIZER_CONFIG
     named = read_json_file(path, "the tokenizer's configuration") if path.exists() else {}
     if "tokenizer_class" not in named:
@@ -321,7 +319,7 @@ def _name_class(source: Path, target: Path) -> None:
 
 
 def _special_token(number: int, text: str) -> dict[str, Any]:
-    """An entry of the added tokens of a `tokenizer.json`."""
+    """An added token of a `tokenizer.json`."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": True}
 
@@ -330,7 +328,7 @@ def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (source / name).is_file():
             real = (source / name).resolve()
-            if real.parent != source.resolve() and real.parent.name != "blobs":  # where the hub's cache has its files
+            if real.parent != source.resolve() and real.parent.name != "blobs":  # files of the hub's cache
                 log.warning(f"{source / name} is a link to {real}, whose content is copied into {target}.")
             try:
                 shutil.copyfile(source / name, target / name)

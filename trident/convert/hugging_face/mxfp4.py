@@ -1,7 +1,7 @@
-"""Weights in MXFP4, as gpt-oss is published: blocks of 32 numbers of 4 bits that share a power of two.
+"""Reads weights in MXFP4, as in gpt-oss: blocks of 32 4-bit numbers with a common power-of-two scale.
 
-A tensor is stored as `NAME_blocks`, two numbers in a byte, and `NAME_scales`. It is read as bfloat16, in which every
-product of such a number and a power of two is exact.
+A tensor is stored as `NAME_blocks`, two numbers per byte, and `NAME_scales`. It is read as bfloat16, which represents
+every product exactly.
 
 Source: Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, sections 5.3.3 (E2M1)
 and 6.3; order of the numbers: transformers `integrations/mxfp4.py`.
@@ -26,7 +26,7 @@ _BLOCK_BYTES, _BIAS = 16, 127
 
 @dataclass(frozen=True)
 class Mxfp4Tensor(FileTensor):
-    """A stack of matrices [input, output] whose numbers are stored as [output, input].
+    """Stacked matrices [input, output], stored as [output, input].
 
     Args:
         blocks: the numbers, [matrices, output, input / 32, 16] bytes.
@@ -37,24 +37,24 @@ class Mxfp4Tensor(FileTensor):
     scales: FileTensor
 
     def read_box(self, part: BoundPart, start: tuple[int, ...], stop: tuple[int, ...]) -> torch.Tensor:
-        """The values of a box of a part, as of any other tensor; a matrix that it touches is read as a whole."""
+        """Reads a box of a part, see `FileTensor`; reads whole matrices."""
         inner = tuple(slice(low, high) for low, high in zip(start[1:], stop[1:], strict=True))
         rest = part.ordered_shape[1:]
-        return torch.stack([self._matrix(place).reshape(rest)[inner] for place in range(start[0], stop[0])])
+        return torch.stack([self._matrix(index).reshape(rest)[inner] for index in range(start[0], stop[0])])
 
-    def _matrix(self, place: int) -> torch.Tensor:
-        """One matrix. Shapes: result `[input, output]` bfloat16."""
-        packed, exponents = (_entry(tensor, place) for tensor in (self.blocks, self.scales))
+    def _matrix(self, index: int) -> torch.Tensor:
+        """Decodes a matrix. Shapes: result `[input, output]` bfloat16."""
+        packed, exponents = (_entry(tensor, index) for tensor in (self.blocks, self.scales))
         numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)  # [output, input / 32, 32]
         values = torch.tensor(_VALUES, dtype=torch.bfloat16)[numbers.int()]
         return torch.ldexp(values, exponents.int().unsqueeze(-1) - _BIAS).to(torch.bfloat16).flatten(1).t()
 
 
 def with_decoded_blocks(stored: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """The stored tensors, those in MXFP4 under their own names as they are read.
+    """Replaces each pair of blocks and scales by the decoded tensor.
 
     Raises:
-        ConversionError: blocks and scales do not fit each other.
+        ConversionError: blocks and scales do not match.
     """
     names = {name.removesuffix(_BLOCKS) for name in stored if name.endswith(_BLOCKS)}
     pairs = {name: (stored[name + _BLOCKS], stored[name + _SCALES]) for name in names if name + _SCALES in stored}
@@ -74,10 +74,10 @@ def _decoded(name: str, blocks: FileTensor, scales: FileTensor) -> Mxfp4Tensor:
         )
     matrices, outputs, groups = scales.shape
     shape = (matrices, 2 * _BLOCK_BYTES * groups, outputs)
-    return Mxfp4Tensor(blocks.path, name, "BF16", shape, blocks.begin_bytes, blocks, scales)
+    return Mxfp4Tensor(blocks.path, name, "BF16", shape, blocks.start_bytes, blocks, scales)
 
 
-def _entry(tensor: FileTensor, place: int) -> torch.Tensor:
+def _entry(tensor: FileTensor, index: int) -> torch.Tensor:
     shape = tensor.shape
     whole = BoundPart(tensor.name, (0,) * len(shape), shape, tuple(range(len(shape))), 1, 0)
-    return tensor.read_box(whole, (place, *(0,) * (len(shape) - 1)), (place + 1, *shape[1:]))[0]
+    return tensor.read_box(whole, (index, *(0,) * (len(shape) - 1)), (index + 1, *shape[1:]))[0]

@@ -1,6 +1,6 @@
-"""The proof of a conversion: our network and `transformers` give the same logits and gradients in float32.
+"""Proves a conversion: the network and `transformers` compute the same logits and gradients in float32.
 
-What is compared is in `proof_batches.py`. A large model is proved by its first layers.
+`proof_batches.py` has the inputs. A large model is proved by its first layers.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from trident.convert.hugging_face.table.family import Family
 from trident.convert.hugging_face.weight_files import read_json_file
 
 TOLERANCE = 1e-5  # of the largest logit
-# Of the largest gradient. Rounding grows on the way back through a deep network; a row that is not trained is far off.
+# Of the largest gradient. Rounding errors grow through a deep network; a row that is not trained differs far more.
 GRADIENT_TOLERANCE = 1e-3
 PROOF_NAME = "proof.json"
 
 _BLOB = re.compile("/blobs/[0-9a-f]{64}$")
-_LARGEST_FLOOR = 1e-4  # of the largest logit; beyond it transformers' implementations would compute different things
+_LARGEST_FLOOR = 1e-4  # of the largest logit: limit of the difference between transformers' own implementations
 
 
 @dataclass(frozen=True)
-class Side:
-    """A model directory and what of it is compared.
+class ProofSide:
+    """A model directory to compare with.
 
     Args:
-        tokenizer: of its real texts; None if the model came without one, and only random ids are compared.
-        paddings: tokens that the directory may declare as padding, whose embeddings transformers does not train.
-        layers: how many layers are compared, the first ones; None for all.
+        tokenizer: for real texts; without one only random ids are compared.
+        paddings: allowed padding tokens, whose embeddings transformers does not train.
+        layers: number of first layers to compare; None for all.
     """
 
     family: Family
@@ -63,16 +63,16 @@ class Side:
 
     @property
     def shortened(self) -> ModelConfig:
-        """Our architecture with the layers that are compared, and without padding."""
+        """The architecture with the compared layers and without padding."""
         layers = min(self.layers or self.model.num_layers, self.model.num_layers)
         return dataclasses.replace(self.model, num_layers=layers, padded_vocab_size=self.model.vocab_size)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What `transformers` says of a model directory."""
+    """The outputs of `transformers` for a model directory."""
 
-    side: Side
+    side: ProofSide
     batches: tuple[ProofBatch, ...]
     logits: ReferenceLogits
 
@@ -81,25 +81,25 @@ class Expected:
         return float(torch.stack([values.abs().max() for values in self.logits.values]).max())
 
 
-def expected_logits(side: Side, attention: str | None = None) -> Expected:
-    """Has `transformers` compute logits of a model directory.
+def expected_logits(side: ProofSide, attention: str | None = None) -> Expected:
+    """Computes the logits of a model directory with `transformers`.
 
     Args:
-        attention: its implementation; by default sdpa, where that computes what the configuration says.
+        attention: its implementation; default: sdpa, if it supports the configuration.
 
     Raises:
-        ConversionError: it cannot load the directory, or the logits are all 0 or no numbers.
+        ConversionError: it cannot load the directory, or the logits are all 0 or NaN.
     """
     model = side.shortened
     batches = tuple(proof_batches(model, side.tokenizer, side.family.padding_id))
-    # transformers has no sdpa that caps scores, and computes without the cap where it is asked for.
-    usual = "sdpa" if model.attention_logit_softcap is None else "eager"
+    # transformers' sdpa silently ignores soft caps of scores.
+    default = "sdpa" if model.attention_logit_softcap is None else "eager"
     log.info(f"transformers computes logits of {model.num_layers} layers over {batches[-1].tokens.shape[1]} tokens")
     logits = reference_logits(
         side.folder,
         _shortened_config(side),
         batches,
-        attention or usual,
+        attention or default,
         auto_class(model),
         paddings=side.paddings,
         is_shortened=model.num_layers < side.model.num_layers,
@@ -121,11 +121,11 @@ def prove(
     rounded_to: torch.dtype | None = None,
     kind: Kind = "weight",
 ) -> dict[str, Any]:
-    """Compares logits and gradients of a checkpoint folder of ours and returns the contents of `proof.json`.
+    """Compares logits and gradients of a checkpoint folder and returns the contents of `proof.json`.
 
     Args:
-        rounded_to: the element type that our weights are rounded to first; None where both hold the same values.
-        kind: which values are ours: the weights or the means of them.
+        rounded_to: element type to which the checkpoint's weights are rounded first, if the export was rounded.
+        kind: the compared values: the weights or their averages.
 
     Raises:
         ConversionError: they differ.
@@ -171,19 +171,19 @@ def prove(
 
 
 def proof_text(report: dict[str, Any]) -> str:
-    """What `prove` returned as JSON, with one entry per line."""
+    """Formats the result of `prove` as JSON, with one entry per line."""
     return "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in report.items()) + "\n}\n"
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a folder by the file's name."""
+    """The SHA-256 of each file in a folder, by name."""
     return {path.name: _digest(path) for path in sorted(folder.iterdir())}
 
 
 def check_digests(folder: Path) -> None:
-    """Compares the files of a model directory with the checksums that came with them, where there are any.
+    """Compares the files of a model directory with their recorded checksums, if any.
 
-    Files that nobody recorded are accepted. In the hub's cache a snapshot links to weights as `blobs/<SHA-256>`.
+    In the hub's cache a snapshot links to weights as `blobs/<SHA-256>`.
 
     Raises:
         ConversionError: a file has changed, is missing or cannot be read.
@@ -199,8 +199,8 @@ def check_digests(folder: Path) -> None:
             actual = failure.strerror or str(failure)
         if actual != digest:
             raise ConversionError(
-                f"{path} is not the file that was written or downloaded: its SHA-256 was {digest}, and now: {actual}. "
-                f"Copy or download it again; if you changed it on purpose, remove the {PROOF_NAME} next to it."
+                f"{path} has changed since it was written or downloaded: expected SHA-256 {digest}, got {actual}. Copy "
+                f"or download it again; if you changed it on purpose, remove the {PROOF_NAME} next to it."
             )
 
 
@@ -209,8 +209,8 @@ def _digest(path: Path) -> str:
         return sha256_of(stream)
 
 
-def _shortened_config(side: Side) -> dict[str, Any]:
-    """The `config.json` with the layers that are compared; lists with an entry for each layer are cut."""
+def _shortened_config(side: ProofSide) -> dict[str, Any]:
+    """The `config.json` with the compared layers; lists with an entry per layer are truncated."""
     config = read_json_file(side.folder / "config.json", "the configuration of the model")
     layers, kept = side.model.num_layers, side.shortened.num_layers
     if kept == layers:
@@ -226,7 +226,7 @@ def _shortened_config(side: Side) -> dict[str, Any]:
 
 
 def _compared_gradients(theirs: ReferenceLogits, stack: LayerStack, model: ModelConfig) -> dict[str, Any] | str:
-    """Compares what training would change in the input embedding; returns the entry of `proof.json`."""
+    """Compares the gradients of the input embedding; returns the entry of `proof.json`."""
     if theirs.gradient is None:
         return "not compared: the gradient of the embedding does not fit into memory"
     weight = stack.requires_grad_(False).get_parameter("embedding.word_embeddings.weight").requires_grad_(True)
@@ -236,11 +236,11 @@ def _compared_gradients(theirs: ReferenceLogits, stack: LayerStack, model: Model
         token = int(theirs.learned.tokens.unique()[(ours - theirs.gradient).abs().amax(1).argmax()])
         raise ConversionError(
             f"the gradient of the embedding of token {token} differs from transformers' by {difference:.3g}, and "
-            f"{GRADIENT_TOLERANCE * largest:.3g} is allowed ({GRADIENT_TOLERANCE:g} x the largest), so the model would "
-            "learn other things there. Nothing was written; please report the config.json."
+            f"{GRADIENT_TOLERANCE * largest:.3g} is allowed ({GRADIENT_TOLERANCE:g} x the largest), so it would be "
+            "trained differently. Nothing was written; please report the config.json."
         )
     if theirs.padding is not None:
-        log.info(f"the padding token {theirs.padding} is left out: its embedding is trained here, by transformers not")
+        log.info(f"the padding token {theirs.padding} is skipped: transformers does not train its embedding")
     return {"largest_difference": difference, "largest": largest, "left_out": theirs.padding}
 
 
@@ -262,7 +262,7 @@ def _our_network(
 
 
 def _outputs(stack: LayerStack, batch: ProofBatch, model: ModelConfig) -> Iterator[torch.Tensor]:
-    """Logits of a batch at its positions, and the logits of the order if the network has that head."""
+    """Logits of a batch at its positions, and sentence order logits if the network has that head."""
     ids = batch.tokens
     is_padded = batch.is_text is not None
     mask = MaskKind.DOCUMENTS if is_padded else MaskKind.CAUSAL
@@ -285,6 +285,6 @@ def _outputs(stack: LayerStack, batch: ProofBatch, model: ModelConfig) -> Iterat
 
 
 def _difference(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """The largest difference; infinite where a value is not a number."""
+    """The largest difference; infinite if a value is NaN."""
     differences = [float((a - b[..., : a.shape[-1]]).abs().max()) for a, b in zip(ours, theirs, strict=True)]
     return float("inf") if any(value != value for value in differences) else max(differences)

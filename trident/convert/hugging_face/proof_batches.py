@@ -1,6 +1,6 @@
-"""The sequences over which a proof compares logits: random and real ones, longer than the window and the context.
+"""The sequences of a proof: random and real ones, longer than the window and the context.
 
-Encoders are given masked tokens, both token types, and padding after texts of different lengths.
+Sequences of encoders have masked tokens, both token types, and padding after texts of different lengths.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SHORT_TOKENS = 64
 _BEYOND_TOKENS = 16
 _MOST_POSITIONS = 64
 _SEED = 20260101
-_MASK_EVERY = 7  # tokens; about as many as BERT masks
+_MASK_EVERY = 7  # tokens; about BERT's masking rate
 _MASKS, _PADDINGS = ("[MASK]", "<mask>"), ("[PAD]", "<pad>")
-# Frequencies that change with the length or were stretched from an original context.
+# Scalings that depend on the length or on an original context.
 _CONTEXT_SCALINGS = ("dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
 class ProofBatch:
-    """A random and a real sequence, or only a random one of a model without tokenizer.
+    """A random and a real sequence, or only a random one for a model without tokenizer.
 
     Shapes: tokens `[b, s]` int64; positions `[n]` int64; token_types `[b, s]` int64; is_text `[b, s]` bool.
 
     Attributes:
-        positions: where logits are compared, in both sequences.
+        positions: positions of the compared logits in both sequences.
         token_types: None in networks without them.
-        is_text: which tokens are not padding; None if all are text.
+        is_text: False for padding; None without padding.
     """
 
     tokens: torch.Tensor
@@ -48,7 +48,7 @@ class ProofBatch:
 
 
 def token_gradients(logits: torch.Tensor, batch: ProofBatch, embedding: torch.Tensor) -> torch.Tensor:
-    """The gradients of the embeddings of a batch's tokens; what is learned is to predict each one's successor.
+    """The gradients of the embeddings of a batch's tokens, for next-token prediction.
 
     Shapes: logits `[b, positions, v]`; embedding `[v, h]`; returns `[tokens, h]`, in the order of `tokens.unique()`.
     """
@@ -58,11 +58,11 @@ def token_gradients(logits: torch.Tensor, batch: ProofBatch, embedding: torch.Te
 
 
 def proof_batches(model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None = None) -> list[ProofBatch]:
-    """The batches of a proof: a short one and, where the model has a window or another context, one that is longer than
-    either; for an encoder the short one, and the same with padding.
+    """The batches of a proof: a short one, and one longer than the window and the original context, if any; for an
+    encoder the short one with and without padding.
 
     Args:
-        padding_id: a token that means padding wherever it is.
+        padding_id: a token that is always padding.
     """
     batches = []
     for length in proof_lengths(model):
@@ -78,7 +78,7 @@ def proof_batches(model: ModelConfig, tokenizer: Tokenizer | None, padding_id: i
 
 
 def proof_lengths(model: ModelConfig) -> list[int]:
-    """The lengths that are compared, in tokens: one within the original context, and one beyond it and the window."""
+    """Sequence lengths in tokens: one within the original context, and one beyond it and the window."""
     context = model.max_position_embeddings
     is_scaled = model.uses_rope and model.rope_scaling_type in _CONTEXT_SCALINGS
     if is_scaled:
@@ -91,7 +91,7 @@ def proof_lengths(model: ModelConfig) -> list[int]:
 
 
 def described(batch: ProofBatch) -> list[dict[str, Any]]:
-    """The tokens of a batch, and where in them logits are compared, for `proof.json`."""
+    """The tokens and compared positions of a batch, for `proof.json`."""
     return [
         {
             "kind": kind,
@@ -106,7 +106,7 @@ def described(batch: ProofBatch) -> list[dict[str, Any]]:
 def _encoder_batches(
     tokens: torch.Tensor, model: ModelConfig, tokenizer: Tokenizer | None, padding_id: int | None
 ) -> list[ProofBatch]:
-    """Without padding, and with the second quarter or half of the sequences as padding."""
+    """Batches without padding, and with a quarter or half of the sequences as padding."""
     length = tokens.shape[1]
     special = {} if tokenizer is None else tokenizer.special_ids
     mask_id, known_padding = (
@@ -128,7 +128,7 @@ def _encoder_batches(
 
 
 def _positions(length: int) -> torch.Tensor:
-    """Where logits are compared: everywhere in a short sequence, at evenly spaced places in a long one."""
+    """All positions of a short sequence, or evenly spaced ones."""
     if length <= _MOST_POSITIONS:
         return torch.arange(length)
     return torch.linspace(0, length - 1, _MOST_POSITIONS).round().long()

@@ -1,6 +1,6 @@
-"""What `transformers` says: logits of a model directory, and its tokenizer. The only file that imports the library.
+"""Reference outputs of `transformers`: logits of a model directory, and its tokenizer. The only file that imports it.
 
-Nothing is taken from the network, and no code of the directory is run.
+Nothing is downloaded, and no code of the directory is executed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from trident.convert.hugging_face.proof_batches import ProofBatch, token_gradien
 
 CAUSAL = "AutoModelForCausalLM"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_GRADIENT_COPIES = 4  # of an embedding, in bytes: its gradient, as input and as head, their sum, and activations
+_GRADIENT_COPIES = 4  # memory in embeddings: the gradients of input and head, their sum, and activations
 
 
 @dataclass(frozen=True)
 class ReferenceLogits:
-    """What a model says about batches, and what it would learn from the first.
+    """The logits of batches, and the embedding gradients of the first.
 
-    Shapes: values float32, one per batch: the logits of its positions `[b, positions, v]`; of a model that also tells
-    the order of segments, two per batch, the second `[b, 2]`; gradient `[tokens, h]` float32.
+    Shapes: values float32, one per batch: the logits at its positions `[b, positions, v]`; with a sentence order head
+    two per batch, the second `[b, 2]`; gradient `[tokens, h]` float32.
 
     Args:
-        attention: the implementation that computed them: sdpa or eager.
-        learned: the first batch, without the padding token that is declared, or with one that should not be.
-        gradient: what `token_gradients` says of it; None if there was no memory for that.
-        padding: the padding token that is declared.
+        attention: the implementation: sdpa or eager.
+        learned: the first batch, without an allowed padding token, or with one that is not allowed.
+        gradient: its `token_gradients`; None if they do not fit into memory.
+        padding: the declared padding token.
     """
 
     values: tuple[torch.Tensor, ...]
@@ -57,7 +57,7 @@ def check_installed() -> str:
         import transformers
     except ImportError as failure:
         raise ConfigError(
-            "conversion from and to Hugging Face compares logits with transformers, which is not installed. "
+            "conversion from and to Hugging Face requires transformers to compare logits, which is not installed. "
             "Run pip install 'trident-megatron[hf]'."
         ) from failure
     return str(transformers.__version__)
@@ -74,38 +74,38 @@ def reference_logits(
     is_shortened: bool,
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> ReferenceLogits:
-    """Logits of a model directory in float32.
+    """Computes logits of a model directory in float32.
 
     Args:
         config: the fields of `config.json`, possibly with fewer layers.
-        attention: sdpa (or what the family has in its place), or eager.
+        attention: sdpa (or the family's replacement), or eager.
         auto_class: the class that loads it, see `auto_class`.
-        paddings: tokens that may be declared as padding, whose embeddings transformers does not train.
-        is_shortened: whether there are fewer layers than in the files, so that tensors are left over.
-        is_ignored: whether a stored tensor may be left over because it is a buffer of the family.
+        paddings: allowed padding tokens, whose embeddings transformers does not train.
+        is_shortened: the configuration has fewer layers than the files, so that tensors are unused.
+        is_ignored: returns True for stored buffers of the family, which may be unused.
 
     Raises:
-        ConversionError: transformers cannot load the directory, or fills in or drops a tensor.
+        ConversionError: transformers cannot load the directory, or initializes or drops a tensor.
     """
     with _quiet():
         try:
             model, report, used = _load(folder, config, attention, auto_class)
-        except Exception as failure:  # the library raises whatever its parts raise
+        except Exception as failure:  # the library raises exceptions of any type
             raise ConversionError(
                 f"transformers cannot load {folder} ({type(failure).__name__}: {str(failure)[:400]}). Check that "
                 f"{auto_class}.from_pretrained loads the directory."
             ) from failure
-        left = () if is_shortened else [name for name in report["unexpected_keys"] if not is_ignored(name)]
-        _check_report(folder, {**report, "unexpected_keys": left})
+        unused = () if is_shortened else [name for name in report["unexpected_keys"] if not is_ignored(name)]
+        _check_report(folder, {**report, "unexpected_keys": unused})
         outputs = _decoded if auto_class == CAUSAL else _encoded
-        learned = _gradient(model, outputs, batches[0], paddings)  # before a long batch stretches dynamic rotations
+        learned = _gradient(model, outputs, batches[0], paddings)  # before a long batch changes dynamic RoPE scaling
         with torch.no_grad():
             logits = [values.float() for batch in batches for values in outputs(model, batch)]
     return ReferenceLogits(tuple(logits), used, *learned)
 
 
 def auto_class(model: ModelConfig) -> str:
-    """The class of `transformers` that loads a network with all of its heads."""
+    """The class of `transformers` that loads a network with all its heads."""
     if model.sentence_order_head:
         return "AutoModelForPreTraining"
     return "AutoModelForMaskedLM" if model.bidirectional else CAUSAL
@@ -142,7 +142,7 @@ def _gradient(
 def _load(
     folder: Path, config: Mapping[str, Any], attention: str, auto_class: str
 ) -> tuple[Any, Mapping[str, Any], str]:
-    """The model, the report about its tensors, and the attention it computes: eager where it has no sdpa."""
+    """Loads the model; also returns the report about its tensors, and the attention, eager if it has no sdpa."""
     import transformers
 
     fields = {name: value for name, value in config.items() if name != "model_type"}
@@ -166,10 +166,10 @@ def _load(
 
 
 def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
-    """The content of a `tokenizer.json` for a tokenizer that has none, such as a `tokenizer.model` by itself.
+    """The content of a `tokenizer.json` for a tokenizer without one, such as a `tokenizer.model`.
 
     Raises:
-        ConversionError: transformers cannot make one.
+        ConversionError: transformers cannot create it.
     """
     from transformers import AutoTokenizer
 
@@ -178,16 +178,16 @@ def fast_tokenizer_description(folder: Path) -> dict[str, Any]:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
             described: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
             return described
-        except Exception as failure:  # the library raises whatever its parts raise
+        except Exception as failure:  # the library raises exceptions of any type
             raise ConversionError(
-                f"{folder} has no tokenizer.json and transformers cannot make one ({type(failure).__name__}: "
+                f"{folder} has no tokenizer.json and transformers cannot create one ({type(failure).__name__}: "
                 f"{str(failure)[:300]}). Name another tokenizer with --tokenizer-name-or-path."
             ) from failure
 
 
 @contextlib.contextmanager
 def loaded_tokenizer(folder: Path) -> Iterator[Any]:
-    """The tokenizer of a folder, without BPE-dropout; what it raises in the block becomes an error of ours."""
+    """Context manager for the tokenizer of a folder, without BPE dropout; converts its exceptions."""
     from transformers import AutoTokenizer
 
     with _quiet():
@@ -196,7 +196,7 @@ def loaded_tokenizer(folder: Path) -> Iterator[Any]:
             if tokenizer.is_fast and getattr(tokenizer.backend_tokenizer.model, "dropout", None):
                 tokenizer.backend_tokenizer.model.dropout = None
             yield tokenizer
-        except Exception as failure:  # the library raises whatever its parts raise
+        except Exception as failure:  # the library raises exceptions of any type
             raise ConversionError(
                 f"transformers cannot load the tokenizer in {folder} ({type(failure).__name__}: {str(failure)[:400]}). "
                 "Name another one with --tokenizer-name-or-path, a folder with tokenizer.json."
@@ -204,12 +204,12 @@ def loaded_tokenizer(folder: Path) -> Iterator[Any]:
 
 
 def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
-    """Checks that nothing was filled in at random and nothing was dropped: transformers merely reports it."""
+    """Checks that no tensor was initialized at random or dropped: transformers only reports it."""
     kinds = ("missing_keys", "mismatched_keys", "error_msgs", "unexpected_keys")
     problems = [f"{kind} {sorted(map(str, report[kind]))[:8]}" for kind in kinds if report.get(kind)]
     if problems:
         raise ConversionError(
-            f"transformers loads {folder} only in part: {'; '.join(problems)}. The weights do not fit config.json; "
+            f"transformers loads {folder} only in part: {'; '.join(problems)}. The weights do not match config.json; "
             "download the model again."
         )
 

@@ -1,4 +1,4 @@
-"""The families that can be converted, by the `model_type` of their `config.json`. A new family is one line here."""
+"""The convertible model families, by the `model_type` of their `config.json`. A new family is one line here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trident.convert.hugging_face.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from trident.convert.hugging_face.families.smollm3 import SMOLLM3
 from trident.convert.hugging_face.table.family import Family, Obstacle
 
-# In the order in which an export looks for a family that can express a network.
+# In the order in which an export tries them.
 FAMILIES: tuple[Family, ...] = (
     GPT2,
     LLAMA,
@@ -51,7 +51,7 @@ FAMILIES: tuple[Family, ...] = (
     BERT,
 )
 
-# Families that are published, and the part of their network that ours does not have.
+# Published families that are not supported, and the reason.
 _LACKING: Mapping[str, str] = types.MappingProxyType(
     {"qwen3_next": "three of four of its layers have linear attention (the gated delta rule)"}
 )
@@ -61,25 +61,24 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """The family of a `config.json`.
 
     Raises:
-        ConversionError: it names none, one that is unknown, or one that our network lacks a part of.
+        ConversionError: it names no family, or one that is not supported.
     """
     model_type = config.get("model_type")
     for family in FAMILIES:
         if model_type == family.model_type:
             return family
     lacking = _LACKING.get(model_type) if isinstance(model_type, str) else None
-    why = f": {lacking}, which our network has not" if lacking else ""
+    why = f": {lacking}, which is not supported" if lacking else ""
     raise ConversionError(
         f'config.json has "model_type": {json.dumps(model_type)}, which cannot be converted{why}. {known_types()}'
     )
 
 
 def family_for(model: ModelConfig, model_type: str | None = None, origin: str = "") -> Family:
-    """The family that a network is exported as: the one of that name, else the one it came from, else the first that
-    can express it.
+    """The family to export a network as: the requested one, or the first that can express it, starting with `origin`.
 
     Args:
-        origin: the family that its weights were imported from; empty if they were not.
+        origin: the family that the weights were imported from, or empty.
 
     Raises:
         ConversionError: the name is unknown, or no family can express the network.

@@ -1,8 +1,8 @@
-"""Moves values between the two sides slice by slice, so that memory stays constant however large the model is.
+"""Streams tensors between a checkpoint and a model directory slice by slice, in constant memory.
 
-Into ours: pieces for the checkpoint writer, read from the files of a model directory when they are written. Out of
-ours: the bytes of their tensors, read from a checkpoint of any layout. Of our network only the names and logical shapes
-of its tensors are known; it is not built.
+An import yields pieces for the checkpoint writer, read lazily from the model directory. An export yields slices of the
+directory's tensors, read from a checkpoint of any layout. The network is not built: only the names and logical shapes
+of its tensors are required.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from trident.convert.hugging_face.table.family import Family
 from trident.convert.hugging_face.table.tensors import BoundPart, BoundTensor, their_shapes
 from trident.convert.hugging_face.weight_files import FLOATING, FileTensor
 
-SLICE_BYTES = 64 * 2**20  # of a tensor in memory at a time
+SLICE_BYTES = 64 * 2**20
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class ImportedPieces:
-    """Our tensors as pieces whose values are read from their files when they are asked for; iterable many times."""
+    """The tensors of a model directory as pieces, read lazily; iterable repeatedly."""
 
     tensors: Sequence[BoundTensor]
     stored: Mapping[str, FileTensor]
 
     def snapshot(self) -> Snapshot:
-        """What the checkpoint writer needs: the list of pieces, and their values."""
+        """The keys and values of all pieces, for the checkpoint writer."""
         listed = tuple((key, dtype) for tensor in self.tensors for key, dtype, _ in self._cut(tensor))
         return Snapshot(listed, self)
 
@@ -73,18 +73,18 @@ class ImportedPieces:
             high = tuple(min(a, b) for a, b in zip(stop, part.stop, strict=True))
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            inside = [tuple(at[own] - part.start[own] for own in part.order) for at in (low, high)]
-            theirs = self.stored[part.theirs].read_box(part, *inside)
-            place = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start, strict=True))
-            values[place] = theirs.permute(_inverse(part.order))
+            box_in_part = [tuple(corner[d] - part.start[d] for d in part.order) for corner in (low, high)]
+            theirs = self.stored[part.theirs].read_box(part, *box_in_part)
+            target = tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start, strict=True))
+            values[target] = theirs.permute(_inverse(part.order))
         return values
 
 
 def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mapping[str, FileTensor]) -> None:
-    """Checks that a model directory holds what the network needs and nothing else.
+    """Checks that a model directory has exactly the tensors of the network.
 
     Raises:
-        ConversionError: tensors are missing or unexpected, or one has another shape or element type; all are named.
+        ConversionError: lists missing and unexpected tensors, and wrong shapes and element types.
     """
     shapes = their_shapes(tensors)
     missing = [name for name in shapes if name not in stored]
@@ -122,9 +122,7 @@ def check_weights(family: Family, tensors: Sequence[BoundTensor], stored: Mappin
 
 
 def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
-    """The stored tensors with the names of the table, where the files have older names or leave out the family's
-    optional prefix.
-    """
+    """Renames stored tensors with older names or without the family's optional prefix to the names of the table."""
     renamed = {}
     for name, tensor in stored.items():
         older, newer = next((pair for pair in family.older_endings if name.endswith(pair[0])), ("", ""))
@@ -136,11 +134,11 @@ def with_table_names(family: Family, stored: Mapping[str, FileTensor]) -> dict[s
 
 
 def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied: bool) -> dict[str, FileTensor]:
-    """The stored tensors without those that some files hold twice: the head of a model with a tied one, and the
-    family's copies. A tied matrix that is stored as the head alone is the embedding.
+    """Removes duplicates that some files contain: a tied head, and the family's copies. If only the head of a tied
+    pair is stored, it becomes the embedding.
 
     Raises:
-        ConversionError: what is stored as a copy is not one.
+        ConversionError: a copy differs from its original.
     """
     if is_tied and family.head in stored and family.embedding not in stored:
         stored = {family.embedding if name == family.head else name: tensor for name, tensor in stored.items()}
@@ -150,15 +148,15 @@ def without_copies(family: Family, stored: Mapping[str, FileTensor], *, is_tied:
         if copy in copies and _are_different(stored[copy], stored[original]):
             if copy == family.head:
                 raise ConversionError(
-                    f"config.json says tie_word_embeddings true, but {copy} is not {original}. Versions of "
-                    'transformers disagree about such a model; set "tie_word_embeddings": false if the head is its own.'
+                    f"config.json has tie_word_embeddings true, but {copy} differs from {original}. Versions of "
+                    'transformers disagree about such a model; set "tie_word_embeddings": false if the head is untied.'
                 )
-            raise ConversionError(f"{copy} is not {original}, of which it must be a copy. Download the model again.")
+            raise ConversionError(f"{copy} must be a copy of {original}, but differs. Download the model again.")
     return {name: tensor for name, tensor in stored.items() if name not in copies}
 
 
 def without_later_layers(family: Family, stored: Mapping[str, FileTensor], layers: int) -> dict[str, FileTensor]:
-    """The stored tensors without those of layers after the last one, which only predict further tokens."""
+    """Removes layers after the last one, which only serve multi-token prediction."""
     kept = {name: tensor for name, tensor in stored.items() if not family.is_later(name, layers)}
     if len(kept) < len(stored):
         first = next(name for name in stored if name not in kept)
@@ -171,14 +169,14 @@ def without_later_layers(family: Family, stored: Mapping[str, FileTensor], layer
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """The weights of one checkpoint, of whatever layout, by the slice; or the means of them, by `kind`."""
+    """Slices of the weights of a checkpoint of any layout, or of their averages, by `kind`."""
 
     folder: Path
     manifest: Manifest
     kind: Kind = "weight"
 
     def dtype_of(self, name: str) -> str:
-        """The element type that a tensor is stored in.
+        """The stored element type of a tensor.
 
         Raises:
             CheckpointError: the checkpoint has no weights of it.
@@ -188,15 +186,15 @@ class CheckpointSource:
         if kind is None:
             raise CheckpointError(
                 f"tensor {name} is not in {self.folder}, which holds {len(catalogue.names())} tensors. The checkpoint "
-                "does not fit its own configuration; use another one."
+                "does not match its own configuration; use another one."
             )
         return catalogue.dtype(name, kind)
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        """A box of a tensor, verified.
+        """Reads and verifies a box of a tensor.
 
         Raises:
-            DamagedError: the bytes are not those that were written.
+            DamagedError: the checkpoint is damaged.
         """
         start, stop = box
         size = tuple(high - low for low, high in zip(start, stop, strict=True))
@@ -209,10 +207,10 @@ def exported_values(
     parts: Sequence[tuple[BoundTensor, BoundPart]],
     dtype: torch.dtype,
 ) -> Iterator[torch.Tensor]:
-    """The values of one of their tensors from its first to its last, as contiguous slices.
+    """The values of a tensor of the model directory in order, as contiguous slices.
 
     Args:
-        parts: the parts it holds, from top to bottom; rows before them are zeros.
+        parts: its parts from top to bottom; rows before them are zeros.
     """
     _, first = parts[0]
     if first.first_row:
@@ -220,41 +218,39 @@ def exported_values(
     for tensor, part in parts:
         inverse = _inverse(part.order)
         for start, stop in slices(part.ordered_shape, 4, SLICE_BYTES):
-            low = tuple(part.start[own] + start[inverse[own]] for own in range(len(inverse)))
-            high = tuple(part.start[own] + stop[inverse[own]] for own in range(len(inverse)))
+            low = tuple(part.start[d] + start[inverse[d]] for d in range(len(inverse)))
+            high = tuple(part.start[d] + stop[inverse[d]] for d in range(len(inverse)))
             values = source.read(tensor.ours, tensor.shape, (low, high))
             yield values.permute(part.order).to(dtype).contiguous()
 
 
 def network_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter of the network in the order of its layers, then every state that its outputs depend on, with
-    their logical shapes; allocates nothing.
-    """
+    """The logical shapes of all parameters in the order of the layers, then of all states that outputs depend on."""
     stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
     return {name: shard_spec_of(values).shape for name, values in (*stack.named_parameters(), *needed_states(stack))}
 
 
 def needed_states(stack: LayerStack) -> Iterator[tuple[str, torch.Tensor]]:
-    """The states of a network that its outputs depend on, by global name, such as the bias of a router's choices."""
+    """The states that the outputs of a network depend on, by global name, such as a router's expert bias."""
     return ((state.global_name, state) for state in states_of(stack) if not state.is_optional)  # type: ignore[attr-defined]
 
 
 def optional_states(config: ModelConfig) -> set[str]:
-    """The names of the states that steer training only: a network without them computes the same."""
+    """The names of states that only affect training."""
     stack = LayerStack(network_layers(config, ParallelMesh.single("meta")))
     return {state.global_name for state in states_of(stack) if state.is_optional}  # type: ignore[attr-defined]
 
 
 def slices(shape: tuple[int, ...], item_bytes: int, limit_bytes: int) -> Iterator[Box]:
-    """Boxes (start, stop) of at most this many bytes that make up a tensor, each a range of its elements, in order.
+    """Boxes (start, stop) of at most `limit_bytes` that cover a tensor, each a contiguous range of elements, in order.
 
-    A single row of the last dimension is never cut; a tensor without elements is one box.
+    A row of the last dimension is never cut; an empty tensor is one box.
     """
     if not shape or 0 in shape:
         yield (0,) * len(shape), shape
         return
     last = len(shape) - 1
-    cut = next((place for place in range(last) if item_bytes * math.prod(shape[place + 1 :]) <= limit_bytes), last)
+    cut = next((d for d in range(last) if item_bytes * math.prod(shape[d + 1 :]) <= limit_bytes), last)
     rest = shape[cut + 1 :]
     rows = shape[cut] if cut == last > 0 else max(1, limit_bytes // (item_bytes * math.prod(rest)))
     for fixed in itertools.product(*map(range, shape[:cut])):

@@ -1,7 +1,7 @@
-"""The safetensors files of a Hugging Face directory, and the index that names the file of each tensor.
+"""Reads and writes the safetensors files of a Hugging Face directory and their index.
 
-Every file that is read is checked once, then any box of any tensor can be read. Nothing is unpickled, and nothing is
-mapped into memory. Files of a chosen size are written tensor by tensor.
+Every file is checked once, then any box of any tensor can be read. Nothing is unpickled or memory-mapped. Files of a
+given maximum size are written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trident.convert.hugging_face.table.tensors import BoundPart
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-# Element types that a network can be trained in.
+# Element types that can be trained.
 FLOATING = ("F64", "F32", "BF16", "F16")
 
 _LARGEST_HEADER_BYTES = 100 * 2**20
@@ -39,31 +39,31 @@ class FileTensor:
     """A tensor in a file of weights.
 
     Args:
-        dtype: its element type as safetensors names it.
-        begin_bytes: where its values begin in the file.
+        dtype: element type, as in safetensors.
+        start_bytes: offset of its values in the file.
     """
 
     path: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
-    begin_bytes: int
+    start_bytes: int
 
     def read_box(self, part: BoundPart, start: tuple[int, ...], stop: tuple[int, ...]) -> torch.Tensor:
-        """The values of a box of a part, with the dimensions in their order.
+        """Reads a box of a part, with the dimensions in the file's order.
 
         Args:
             part: the part of this tensor.
             start, stop: the box in the ordered shape of the part.
 
         Raises:
-            ConversionError: the file can no longer be read.
+            ConversionError: the file cannot be read.
         """
         item_bytes = ITEM_BYTES[self.dtype]
-        first_bytes = self.begin_bytes + part.first_row * math.prod(self.shape[1:]) * item_bytes
+        first_bytes = self.start_bytes + part.first_row * math.prod(self.shape[1:]) * item_bytes
         box = tuple(high - low for low, high in zip(start, stop, strict=True))
-        wanted = PieceKey(self.name, "weight", part.ordered_shape, start, stop, 0, math.prod(box))
-        copies = shared_copies(whole(self.name, "weight", part.ordered_shape), wanted)
+        key = PieceKey(self.name, "weight", part.ordered_shape, start, stop, 0, math.prod(box))
+        copies = shared_copies(whole(self.name, "weight", part.ordered_shape), key)
         values = torch.empty(math.prod(box), dtype=TORCH_TYPES[self.dtype])
         target = values.view(torch.uint8).numpy().data
         try:
@@ -71,8 +71,8 @@ class FileTensor:
                 for source, destination, length in zip(
                     copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
                 ):
-                    place = target[destination * item_bytes : (destination + length) * item_bytes]
-                    read_range(DISK, handle, place, first_bytes + source * item_bytes)
+                    view = target[destination * item_bytes : (destination + length) * item_bytes]
+                    read_range(DISK, handle, view, first_bytes + source * item_bytes)
         except OSError as failure:
             raise ConversionError(f"cannot read tensor {self.name} from {self.path}: {failure}.") from failure
         return values.view(box)
@@ -82,10 +82,10 @@ def read_weight_files(folder: Path, tied_head: str = "") -> dict[str, FileTensor
     """The tensors of a model directory by name.
 
     Args:
-        tied_head: a tensor that the index may name without there being one, as some writers do.
+        tied_head: a tensor that some writers list in the index without storing it.
 
     Raises:
-        ConversionError: there are no safetensors files, one is missing or damaged, or two hold the same tensor.
+        ConversionError: a safetensors file is missing or damaged, or two hold the same tensor.
     """
     tensors: dict[str, FileTensor] = {}
     weight_map = _weight_map(folder)
@@ -103,25 +103,25 @@ def read_weight_files(folder: Path, tied_head: str = "") -> dict[str, FileTensor
             continue
         if tensor_name not in tensors or tensors[tensor_name].path.name != file:
             raise ConversionError(
-                f"{folder / INDEX_FILE} says that tensor {tensor_name} is in {file}, which does not hold it. Download "
-                "the model again."
+                f"{folder / INDEX_FILE} lists tensor {tensor_name} in {file}, which does not hold it. Download the "
+                "model again."
             )
     return tensors
 
 
 def read_header(path: Path) -> list[FileTensor]:
-    """The tensors of one safetensors file, in the order of their values.
+    """The tensors of a safetensors file, in the order of their values.
 
-    Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without holes.
+    Source: safetensors README, "Format": 8 bytes little-endian header length, JSON header, the tensors without gaps.
 
     Raises:
-        ConversionError: the file is missing or is not one.
+        ConversionError: the file is missing or invalid.
     """
     try:
-        with opened(DISK, path.resolve()) as (handle, size_bytes):  # a hub cache holds links
-            begin = bytearray(8)
-            read_range(DISK, handle, memoryview(begin), 0)
-            header_bytes = int.from_bytes(begin, "little")
+        with opened(DISK, path.resolve()) as (handle, size_bytes):  # a hub cache contains links
+            length = bytearray(8)
+            read_range(DISK, handle, memoryview(length), 0)
+            header_bytes = int.from_bytes(length, "little")
             if not 2 <= header_bytes <= min(_LARGEST_HEADER_BYTES, size_bytes - 8):
                 raise _damaged(path, f"its header would have {header_bytes} bytes, and the file has {size_bytes}")
             text = bytearray(header_bytes)
@@ -138,11 +138,11 @@ def read_header(path: Path) -> list[FileTensor]:
         raise _damaged(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = [_entry(path, name, entry, 8 + header_bytes) for name, entry in header.items()]
-    tensors.sort(key=lambda tensor: tensor.begin_bytes)
+    tensors.sort(key=lambda tensor: tensor.start_bytes)
     expected = 8 + header_bytes
     for tensor in tensors:
-        if tensor.begin_bytes != expected:
-            raise _damaged(path, f"tensor {tensor.name} begins at byte {tensor.begin_bytes}, not at {expected}")
+        if tensor.start_bytes != expected:
+            raise _damaged(path, f"tensor {tensor.name} starts at byte {tensor.start_bytes}, not at {expected}")
         expected += math.prod(tensor.shape) * ITEM_BYTES.get(tensor.dtype, 1)
     if expected != size_bytes:
         raise _damaged(path, f"it has {size_bytes} bytes, and its header describes {expected}")
@@ -150,10 +150,10 @@ def read_header(path: Path) -> list[FileTensor]:
 
 
 def read_json_file(path: Path, what: str) -> dict[str, Any]:
-    """A JSON object from a file of a model directory.
+    """Reads a JSON object from a file of a model directory.
 
     Raises:
-        ConversionError: the file is missing or holds something else.
+        ConversionError: the file is missing or is not a JSON object.
     """
     try:
         value = read_plain_json(path)
@@ -169,7 +169,7 @@ def read_json_file(path: Path, what: str) -> dict[str, Any]:
 
 
 def _weight_map(folder: Path) -> Mapping[str, str] | None:
-    """Which file holds which tensor; None for a model of one file."""
+    """The file of each tensor; None for a model of one file."""
     if (folder / SINGLE_FILE).exists():
         return None
     if not (folder / INDEX_FILE).exists():
@@ -196,10 +196,10 @@ def _weight_map(folder: Path) -> Mapping[str, str] | None:
 
 def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> FileTensor:
     try:
-        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        numbers = [*shape, begin, end]
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, end]
     except (TypeError, KeyError, ValueError):
-        raise _damaged(path, f"the entry of tensor {name} lacks its type, shape or place") from None
+        raise _damaged(path, f"the entry of tensor {name} lacks its type, shape or offsets") from None
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise _damaged(path, f"the entry of tensor {name} has impossible numbers")
     if dtype not in ITEM_BYTES and dtype != "BOOL":
@@ -207,9 +207,9 @@ def _entry(path: Path, name: str, entry: Any, base_bytes: int) -> FileTensor:
             f"tensor {name} in {path} has the element type {dtype}. Quantized weights cannot be trained; take the "
             f"model in {', '.join(FLOATING[1:])}."
         )
-    if end - begin != math.prod(shape) * ITEM_BYTES.get(dtype, 1):
-        raise _damaged(path, f"tensor {name} of shape {shape} has {end - begin} bytes")
-    return FileTensor(path, name, dtype, tuple(shape), base_bytes + begin)
+    if end - start != math.prod(shape) * ITEM_BYTES.get(dtype, 1):
+        raise _damaged(path, f"tensor {name} of shape {shape} has {end - start} bytes")
+    return FileTensor(path, name, dtype, tuple(shape), base_bytes + start)
 
 
 def _damaged(path: Path, problem: str) -> ConversionError:
@@ -218,10 +218,10 @@ def _damaged(path: Path, problem: str) -> ConversionError:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that will be written.
+    """A tensor to write.
 
     Args:
-        dtype: its element type as safetensors names it.
+        dtype: element type, as in safetensors.
     """
 
     name: str
@@ -234,7 +234,7 @@ class PlannedTensor:
 
 
 def plan_files(tensors: Sequence[PlannedTensor], largest_bytes: int) -> dict[str, list[PlannedTensor]]:
-    """File names and the tensors of each; a file is at most this large unless it holds a single tensor."""
+    """Assigns tensors to files of at most this size, unless a file has a single tensor."""
     groups: list[list[PlannedTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -253,13 +253,13 @@ def write_files(
     files: Mapping[str, Sequence[PlannedTensor]],
     values: Callable[[PlannedTensor], Iterable[torch.Tensor]],
 ) -> None:
-    """Writes the files, and the index where there are several.
+    """Writes the files, and the index of several files.
 
     Args:
-        values: the values of a tensor from its first to its last, as contiguous slices of its element type.
+        values: yields the values of a tensor in order, as contiguous slices of its element type.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: a file cannot be written.
     """
     for name, tensors in files.items():
         # Wider element types first, so that every tensor is aligned; sorted is stable.
@@ -283,9 +283,9 @@ def write_files(
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes a JSON file as Hugging Face's libraries do.
+    """Writes a JSON file in the format of Hugging Face's libraries.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: the file cannot be written.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

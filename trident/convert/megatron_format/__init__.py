@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM and its forks: their names, orders of rows, arguments, and files, in both directions.
+"""Checkpoint formats of Megatron-LM and its forks: names, row orders, arguments and files.
 
-DeepSpeed's files hold the same tensors under the same names, so `deepspeed_format` builds on this.
+DeepSpeed's files contain the same tensors with the same names, so `deepspeed_format` builds on this package.
 """

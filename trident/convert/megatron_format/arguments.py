@@ -1,9 +1,9 @@
-"""The arguments that a fork stores, both ways: the network, flags of ours, and how far the run had come.
+"""Converts the stored arguments of a fork from and to the network, flags and progress of a run.
 
-That a network can be expressed at all is checked by reading back the arguments that would be written.
+Arguments to be written are read back, to check that they express the network.
 
 Source: bigscience and deepspeedai Megatron-DeepSpeed and NVIDIA Megatron-LM, `megatron/arguments.py` and
-`megatron/training/arguments.py`; what each option means there is in `megatron/model/transformer.py`.
+`megatron/training/arguments.py`; `megatron/model/transformer.py` for the meaning of each option.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trident.convert.pickles.reader import ForeignObject
 Fork = Literal["bigscience", "deepspeedai", "nvidia"]
 Stored = Mapping[str, Any]
 
-# Flags that mean the same there and here.
+# Flags with the same meaning in all programs.
 SAME_FLAGS = (
     "seq_length",
     "micro_batch_size",
@@ -50,7 +50,7 @@ SAME_FLAGS = (
 BY_SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples")
 BY_STEPS = ("train_iters", "lr_decay_iters", "lr_warmup_iters")
 
-# Fields of the network that mean the same there and here.
+# Fields of the network with the same meaning in all programs.
 _NETWORK = (
     "num_layers",
     "hidden_size",
@@ -63,7 +63,7 @@ _NETWORK = (
     "init_method_std",
     "apply_residual_connection_post_layernorm",
 )
-# The flags of the run that are written.
+# Flags of the run that are written.
 _RUN = (
     *SAME_FLAGS,
     *BY_SAMPLES,
@@ -82,7 +82,7 @@ _NVIDIA_POSITIONS = {"learned_absolute": LEARNED, "rope": ROPE, "none": NO_POSIT
 _GLU = {"geglu": "gelu", "reglu": "relu", "liglu": "linear", "swiglu": "silu"}
 _GATED = {"swiglu": "silu", "quick_geglu": "quick_gelu"}
 _GATE_BOUNDS = ("glu_linear_offset", "activation_func_clamp_value")
-# Options of networks that ours is not, with the value that means "off".
+# Unsupported options of networks, with the value that disables them.
 _REFUSED: Mapping[str, Any] = {
     "multi_latent_attention": False,
     "hybrid_override_pattern": None,
@@ -100,11 +100,11 @@ _OPTIMIZERS = ("adam", "sgd")
 
 
 def fork_of(stored: Stored) -> Fork:
-    """Which program's arguments these are."""
+    """The program that stored the arguments."""
     if "glu_activation" in stored or isinstance(stored.get("position_embedding_type"), ForeignObject):
         return "bigscience"
-    own = ("num_key_value_heads", "ds_sequence_parallel_size", "deepspeed")
-    return "deepspeedai" if any(name in stored for name in own) else "nvidia"
+    specific = ("num_key_value_heads", "ds_sequence_parallel_size", "deepspeed")
+    return "deepspeedai" if any(name in stored for name in specific) else "nvidia"
 
 
 def model_config(
@@ -114,23 +114,23 @@ def model_config(
 
     Args:
         vocab_size: tokens without padding.
-        rotary_is_sound: that a deepspeedai checkpoint with rotary positions was trained before its rotation broke.
-        is_core: that the tensors have megatron-core's names, so that its modules computed.
+        rotary_is_sound: a deepspeedai checkpoint was trained before its rotary embedding broke.
+        is_core: the tensors have Megatron Core's names, and were computed by its modules.
 
     Raises:
-        ConversionError: an option is missing or describes another kind of network; names it and its value.
+        ConversionError: an option is missing or not supported; names it and its value.
     """
     fork = fork_of(stored)
     _check(stored)
     fields: dict[str, Any] = {
-        name: _needed(stored, name) for name in ("num_layers", "hidden_size", "num_attention_heads")
+        name: _required(stored, name) for name in ("num_layers", "hidden_size", "num_attention_heads")
     }
     for name in ("ffn_hidden_size", "kv_channels", "init_method_std", "attention_dropout", "hidden_dropout"):
         if stored.get(name) is not None:
             fields[name] = stored[name]
     fields |= _positions(stored, fork, rotary_is_sound) | _norms(stored) | _attention(stored)
     fields |= _feed_forward(stored, fork, is_core)
-    fields["max_position_embeddings"] = stored.get("max_position_embeddings") or _needed(stored, "seq_length")
+    fields["max_position_embeddings"] = stored.get("max_position_embeddings") or _required(stored, "seq_length")
     fields["untie_embeddings_and_output_weights"] = bool(stored.get("untie_embeddings_and_output_weights", False))
     try:
         return checked_model(ModelConfig(**fields, vocab_size=vocab_size, padded_vocab_size=vocab_size))
@@ -139,12 +139,12 @@ def model_config(
 
 
 def gate_is_last(stored: Stored) -> bool:
-    """Whether gated matrices hold the gate in their second half."""
+    """True if the gate is the second half of gated matrices."""
     return bool(stored.get("glu_activation"))
 
 
 def training_flags(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of the run by field, those that it stored and that we have."""
+    """The stored flags of the run that exist here, by field."""
     counted = BY_SAMPLES if stored.get("train_samples") else BY_STEPS
     flags = {
         name: stored[name]
@@ -172,12 +172,12 @@ def training_state(
     updates: int | None = None,
     loss_scale: Mapping[str, float] | None = None,
 ) -> TrainingState:
-    """How far the run had come.
+    """The progress of the run.
 
     Args:
-        content: the file that holds iteration and tokens.
+        content: the file with iteration and tokens.
         stored: its arguments.
-        updates: updates that the optimizer counted; None where it counts none.
+        updates: the optimizer's step counter, if any.
     """
     step = _count(content.get("iteration", content.get("total_iters", content.get("global_steps"))))
     samples = _count(stored.get("consumed_train_samples"))
@@ -197,15 +197,15 @@ def training_state(
 def stored_arguments(
     model: ModelConfig, run: Mapping[str, Any], progress: Progress, naming: str, *, tensor_ranks: int, stages: int
 ) -> dict[str, Any]:
-    """The arguments of the program whose naming it is.
+    """The arguments of the program with this naming.
 
     Args:
-        run: our configuration by field.
+        run: the configuration by field.
 
     Raises:
         ConversionError: the program cannot express the network; names the fields and their values.
     """
-    has_tanh = model.activation_function == "gelu_tanh"  # the fused form, which needs a bias; else OpenAI's
+    has_tanh = model.activation_function == "gelu_tanh"  # the fused form requires a bias; otherwise OpenAI's form
     arguments: dict[str, Any] = {name: getattr(model, name) for name in _NETWORK}
     arguments |= {"bias_gelu_fusion": has_tanh and model.add_bias_linear}
     arguments |= {"openai_gelu": has_tanh and not model.add_bias_linear and naming != CORE}
@@ -226,7 +226,7 @@ def stored_arguments(
 
 
 def scheduler_state(run: Mapping[str, Any], progress: Progress, naming: str) -> dict[str, Any]:
-    """The state of the learning-rate schedule, which the other programs count in samples."""
+    """The state of the learning rate schedule, counted in samples."""
     batch = run["global_batch_size"]
     if run.get("train_samples") is not None:
         decay = run.get("lr_decay_samples") or run["train_samples"]
@@ -277,7 +277,7 @@ def _positions(stored: Stored, fork: Fork, rotary_is_sound: bool) -> dict[str, A
         raise ConversionError(
             "the checkpoint has use_rotary_position_embeddings of deepspeedai's fork, whose attention since December "
             "2024 rotates queries and keys by the cosine of the angle instead of the angle: no other program computes "
-            "the same. If it was trained before, say so with --rotary-is-sound."
+            "the same. If it was trained before, add --rotary-is-sound."
         )
     base = stored.get("rotary_base") or stored.get("rope_theta")
     if base:
@@ -306,8 +306,8 @@ def _position_kind(stored: Stored, fork: Fork) -> str:
     if isinstance(value, ForeignObject):  # an enumeration
         value = value.arguments[0] if value.arguments else None
     if fork == "bigscience":
-        words: Mapping[Any, str] = _NUMBERED_POSITIONS if isinstance(value, int) else _BIGSCIENCE_POSITIONS
-        kind = words.get(value) if isinstance(value, int | str) else None
+        kinds: Mapping[Any, str] = _NUMBERED_POSITIONS if isinstance(value, int) else _BIGSCIENCE_POSITIONS
+        kind = kinds.get(value) if isinstance(value, int | str) else None
     elif fork == "nvidia":
         kind = _NVIDIA_POSITIONS.get(value) if isinstance(value, str) else LEARNED if value is None else None
     elif stored.get("use_rotary_position_embeddings"):
@@ -357,14 +357,13 @@ def _feed_forward(stored: Stored, fork: Fork, is_core: bool) -> dict[str, Any]:
 
 
 def _gelu_is_tanh(stored: Stored, fork: Fork, is_core: bool) -> bool:
-    """Whether GELU is computed by its tanh approximation, as the fused kernel and OpenAI's form do, or exactly.
-
-    The fused kernel needs a bias: without one, both newer programs turn it off. megatron-core knows no other form, and
-    where nothing is stored about the fusion, as in checkpoints of programs that only use its modules, it is off.
+    """True if GELU uses the tanh approximation, as in the fused kernel and OpenAI's form.
 
     Source: megatron/core/transformer/mlp.py and megatron/legacy/model/transformer.py of Megatron-LM, ParallelMLP of
     the other two.
     """
+    # The fused kernel requires a bias: without one, both newer programs disable it. Megatron Core has no other tanh
+    # form, and disables the fusion if it is not stored, as in checkpoints of programs that only use its modules.
     fusion = stored.get("bias_gelu_fusion", stored.get("bias_activation_fusion", not is_core))
     is_fused = bool(fusion and stored.get("add_bias_linear", True))
     if is_core:
@@ -384,11 +383,11 @@ def _attention(stored: Stored) -> dict[str, Any]:
         fields["add_qkv_bias"] = True
     window = stored.get("window_size")
     if isinstance(window, tuple | list) and window:
-        fields["attention_window"] = int(window[0]) + 1  # upstream does not count the token itself
+        fields["attention_window"] = int(window[0]) + 1  # upstream excludes the token itself
     return fields
 
 
-def _needed(stored: Stored, name: str) -> Any:
+def _required(stored: Stored, name: str) -> Any:
     value = stored.get(name)
     if type(value) is not int:
         raise ConversionError(
@@ -407,10 +406,10 @@ def _count(value: Any) -> int:
 
 
 def _bigscience(model: ModelConfig) -> dict[str, Any]:
-    glu = _word_for(model.activation_function, _GLU) if model.gated_linear_unit else None
+    glu = _name_of(model.activation_function, _GLU) if model.gated_linear_unit else None
     return {
         "deepspeed": True,
-        "position_embedding_type": _word_for(model.position_embedding_type, _BIGSCIENCE_POSITIONS),
+        "position_embedding_type": _name_of(model.position_embedding_type, _BIGSCIENCE_POSITIONS),
         "glu_activation": glu,
         "layernorm_epsilon": model.layernorm_epsilon,
         "embed_layernorm": model.embed_layernorm,
@@ -436,7 +435,7 @@ def _deepspeedai(model: ModelConfig) -> dict[str, Any]:
 def _nvidia(model: ModelConfig) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "transformer_impl": "local",
-        "position_embedding_type": _word_for(model.position_embedding_type, _NVIDIA_POSITIONS)
+        "position_embedding_type": _name_of(model.position_embedding_type, _NVIDIA_POSITIONS)
         or model.position_embedding_type,
         "rotary_base": _whole(model.rotary_base),
         "rotary_percent": model.rotary_percent,
@@ -473,7 +472,7 @@ def _newer_feed_forward(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_expressed(model: ModelConfig, arguments: Mapping[str, Any], naming: str) -> None:
-    """Reads the arguments back; a network that is not the same cannot be expressed by them."""
+    """Checks that the arguments, read back, describe the same network."""
     read = model_config(arguments, model.vocab_size, rotary_is_sound=True, is_core=naming == CORE)
     lost = [
         f"{field.name} {getattr(model, field.name)} would be read as {getattr(read, field.name)}"
@@ -482,15 +481,15 @@ def _check_expressed(model: ModelConfig, arguments: Mapping[str, Any], naming: s
     ]
     if lost:
         raise ConversionError(
-            f"the network cannot be written with --naming {naming}: {'; '.join(lost)}. Another --naming may have words "
-            "for it; tools/convert/export_hf.py writes more networks."
+            f"the network cannot be written with --naming {naming}: {'; '.join(lost)}. Another --naming may support "
+            "it; tools/convert/export_hf.py writes more networks."
         )
 
 
 def _whole(number: float) -> float | int:
-    """A number whose flag takes whole numbers there, where it is one."""
+    # Integers for flags that only accept integers.
     return int(number) if number == int(number) else number
 
 
-def _word_for(ours: str, words: Mapping[str, str]) -> str | None:
-    return next((theirs for theirs, value in words.items() if value == ours), None)
+def _name_of(ours: str, names: Mapping[str, str]) -> str | None:
+    return next((theirs for theirs, value in names.items() if value == ours), None)

@@ -1,6 +1,6 @@
 """Reads the weights of NVIDIA's `torch_dist` layout, a checkpoint of torch.distributed (`.metadata`, `__0_0.distcp`).
 
-Layers may be stacked along a first dimension, gated matrices are whole, [all gate; all up], or stored as two halves.
+Layers may be stacked along a first dimension; gated matrices are whole ([gate; up]) or stored as two halves.
 
 Source: torch 2.13, `torch/distributed/checkpoint/{metadata,filesystem}.py`; NVIDIA Megatron-LM
 `megatron/core/dist_checkpointing/`.
@@ -19,7 +19,7 @@ import torch
 
 from megatron.errors import ConversionError
 from trident.convert.megatron_format.foreign_model import ForeignModel, RankPart
-from trident.convert.megatron_format.torch_files import Choices, StoredRun
+from trident.convert.megatron_format.torch_files import ImportOptions, StoredRun
 from trident.convert.pickles.reader import ForeignObject, ForeignTable, ForeignTensor, read_pickle, read_ranges
 
 _NOT_WEIGHTS = re.compile(
@@ -32,14 +32,14 @@ _ARGUMENTS = "args"
 
 @dataclass(frozen=True)
 class _Stored:
-    """A global tensor as its chunks: where each begins in it, and the values."""
+    """A global tensor and its chunks: their offsets and values."""
 
     name: str
     shape: tuple[int, ...]
     chunks: Sequence[tuple[tuple[int, ...], ForeignTensor]]
 
     def part(self, layer: int | None = None) -> RankPart:
-        """The tensor, or one layer of a stack of them."""
+        """The tensor, or one layer of stacked layers."""
         shape = self.shape if layer is None else self.shape[1:]
         dtype = self.chunks[0][1].dtype
 
@@ -65,30 +65,30 @@ class _Stored:
 
 
 def is_distributed(folder: Path) -> bool:
-    """Whether a folder is a checkpoint of torch.distributed."""
+    """True if a folder is a checkpoint of torch.distributed."""
     return (folder / ".metadata").is_file()
 
 
-def open_distributed(folder: Path, choices: Choices) -> ForeignModel:
-    """Opens a `torch_dist` checkpoint: weights only; raises as `open_foreign` does."""
-    shapes, places = _metadata(folder)
-    wanted = {name for name in shapes if not _NOT_WEIGHTS.fullmatch(name)}
-    loaded = _load(folder, {key: place for key, place in places.items() if key[0] in wanted or key[0] == _ARGUMENTS})
+def open_distributed(folder: Path, choices: ImportOptions) -> ForeignModel:
+    """Opens the weights of a `torch_dist` checkpoint; raises as `open_foreign` does."""
+    shapes, locations = _metadata(folder)
+    weights = {name for name in shapes if not _NOT_WEIGHTS.fullmatch(name)}
+    loaded = _load(folder, {key: at for key, at in locations.items() if key[0] in weights or key[0] == _ARGUMENTS})
     arguments_file = folder / "common.pt"
     content = read_pickle(arguments_file) if arguments_file.is_file() else {_ARGUMENTS: loaded.get((_ARGUMENTS, None))}
     run = StoredRun.of(content if isinstance(content, dict) else {}, folder, choices, is_core=True)
-    tensors = [_stored(name, shapes[name], loaded) for name in sorted(wanted)]
+    tensors = [_stored(name, shapes[name], loaded) for name in sorted(weights)]
     parts = run.parts((0, name, "weight", part) for name, part in _joined_halves(_by_layer(tensors)))
     note = "optimizer states of the torch_dist layout are not read; only weights are imported"
     return run.opened("Megatron-LM (torch_dist)", parts, None, (note,))
 
 
 Key = tuple[str, tuple[int, ...] | None]
-Place = tuple[str, int, int]
+Location = tuple[str, int, int]  # file, first byte, number of bytes
 
 
-def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place]]:
-    """The shape of every tensor, and where each chunk is: file, first byte, number of bytes."""
+def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Location]]:
+    """The shape of every tensor, and the location of each chunk."""
     metadata = read_pickle(folder / ".metadata")
     fields = metadata.fields() if isinstance(metadata, ForeignObject) else {}
     listed, table = fields.get("state_dict_metadata"), fields.get("storage_data")
@@ -102,31 +102,32 @@ def _metadata(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[Key, Place
         for name, entry in listed.items()
         if isinstance(entry, ForeignObject) and isinstance(entry.fields().get("size"), tuple)
     }
-    places: dict[Key, Place] = {}
+    locations: dict[Key, Location] = {}
     for index, info in pairs:
-        key, place = (value.fields() if isinstance(value, ForeignObject) else {} for value in (index, info))
-        file = place.get("relative_path")
+        key, location = (value.fields() if isinstance(value, ForeignObject) else {} for value in (index, info))
+        file = location.get("relative_path")
         if (
             not isinstance(file, str)
             or not re.fullmatch(r"[A-Za-z0-9_.-]*\.distcp", file)
-            or place.get("transform_descriptors")
+            or location.get("transform_descriptors")
         ):
             raise ConversionError(
-                f"{folder / '.metadata'} names the file {str(file)[:60]!r} for {key.get('fqn')}; files end in .distcp, "
-                "are next to it and are not transformed."
+                f"{folder / '.metadata'} names the file {str(file)[:60]!r} for {key.get('fqn')}; files must end in "
+                ".distcp, be next to it and not be transformed."
             )
-        places[str(key.get("fqn")), key.get("offset")] = (file, place.get("offset", 0), place.get("length", 0))
-    return shapes, places
+        entry = file, location.get("offset", 0), location.get("length", 0)
+        locations[str(key.get("fqn")), key.get("offset")] = entry
+    return shapes, locations
 
 
-def _load(folder: Path, places: Mapping[Key, Place]) -> dict[Key, Any]:
-    """The values of the chunks, with one child process per file."""
+def _load(folder: Path, locations: Mapping[Key, Location]) -> dict[Key, Any]:
+    """Reads the chunks, with one child process per file."""
     files: dict[str, list[Key]] = defaultdict(list)
-    for key, (file, _, _) in places.items():
+    for key, (file, _, _) in locations.items():
         files[file].append(key)
     loaded: dict[Key, Any] = {}
     for file, keys in files.items():
-        ranges = [(places[key][1], places[key][1] + places[key][2]) for key in keys]
+        ranges = [(locations[key][1], locations[key][1] + locations[key][2]) for key in keys]
         loaded.update(zip(keys, read_ranges(folder / file, ranges), strict=True))
     return loaded
 
@@ -161,7 +162,7 @@ def _by_layer(tensors: Iterable[_Stored]) -> Iterator[tuple[str, RankPart]]:
 
 
 def _joined_halves(named: Iterable[tuple[str, RankPart]]) -> Iterator[tuple[str, RankPart]]:
-    """Joins the halves of gated matrices that are stored apart: w is the gate, v what it multiplies."""
+    """Joins separately stored halves of gated matrices: w is the gate, v the linear input."""
     halves: dict[str, dict[str, RankPart]] = defaultdict(dict)
     for name, part in named:
         match = _HALVES.fullmatch(name)

@@ -1,4 +1,4 @@
-"""A checkpoint of another program that is open but not read: its network, progress, and the parts of its tensors."""
+"""A lazily read checkpoint of another program: its network, progress, and the shards of its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TYPE_NAMES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one tensor-parallel rank stored of a tensor; `read` gives its values."""
+    """The shard of a tensor stored by one tensor-parallel rank; `read` returns its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class RankPart:
 
     @classmethod
     def of(cls, tensor: ForeignTensor) -> RankPart:
-        """A tensor of a file."""
+        """The shard in a tensor of a file."""
         return cls(tensor.shape, tensor.dtype, tensor.read)
 
 
@@ -43,11 +43,11 @@ StoredParts = dict[tuple[str, Kind], tuple[RankPart, ...]]
 
 @dataclass(frozen=True)
 class TrainingState:
-    """How far the run had come.
+    """The progress of the run.
 
     Args:
-        updates: updates of the optimizer, which Adam's bias correction counts.
-        flags: flags of the run by field, as far as they are stored.
+        updates: optimizer updates, for Adam's bias correction.
+        flags: stored flags of the run, by field.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -61,9 +61,9 @@ class ForeignModel:
     """A checkpoint of another program.
 
     Args:
-        format: what it is, in words.
-        parts: of each tensor and kind, by our name, what each tensor-parallel rank stored.
-        notes: what the user should know, such as why there are no moments.
+        format: description of its format.
+        parts: the shards of all tensor-parallel ranks, by global name and kind.
+        notes: warnings for the user, such as the reason for missing moments.
     """
 
     format: str
@@ -79,15 +79,15 @@ class ForeignModel:
         return any(kind == "exp_avg" for _, kind in self.parts)
 
     def without_moments(self) -> ForeignModel:
-        """The same, as if only weights were stored, from iteration 0."""
+        """A copy with weights only, at iteration 0."""
         parts = {key: value for key, value in self.parts.items() if key[1] == "weight"}
         return dataclasses.replace(self, parts=parts, state=TrainingState(flags=self.state.flags))
 
     def check(self) -> None:
-        """Checks that every tensor of the network is there in its shape, and nothing else.
+        """Checks that every tensor of the network is present with its shape, and no other.
 
         Raises:
-            ConversionError: names what is missing, unexpected or of another shape.
+            ConversionError: lists missing and unexpected tensors, and wrong shapes.
         """
         rules = tensor_rules(self.model)
         for (name, _), parts in self.parts.items():
@@ -96,8 +96,8 @@ class ForeignModel:
                 continue
             if rule.shape[rule.split] % len(parts):
                 raise ConversionError(
-                    f"{name} has {rule.shape[rule.split]} blocks, which {len(parts)} tensor-parallel ranks cannot "
-                    "divide among them; upstream then stores copies, which are not converted. Save the checkpoint "
+                    f"{name} has {rule.shape[rule.split]} blocks, which cannot be divided over {len(parts)} "
+                    "tensor-parallel ranks; upstream then stores copies, which are not converted. Save the checkpoint "
                     "with fewer ranks first."
                 )
         kinds: tuple[Kind, ...] = ("weight", "exp_avg", "exp_avg_sq") if self.has_moments else ("weight",)
@@ -131,11 +131,10 @@ def _expected_shape(rule: ShardingRule, parts: Sequence[RankPart]) -> tuple[int,
 
 
 def collect(stored: Iterable[tuple[int, str, Kind, RankPart]], ranks: int, *, is_tied: bool, path: Path) -> StoredParts:
-    """Sorts tensors by our names.
+    """Groups stored shards by global name.
 
     Args:
-        stored: (tensor-parallel rank, their name, kind, part) of every stored tensor; of a tensor that several files
-            hold, the first counts.
+        stored: (tensor-parallel rank, their name, kind, shard); of duplicates, the first is used.
         ranks: tensor-parallel ranks that wrote the checkpoint.
 
     Raises:
@@ -158,31 +157,31 @@ def collect(stored: Iterable[tuple[int, str, Kind, RankPart]], ranks: int, *, is
 
 
 def count_of(value: Any) -> int | None:
-    """A counter that is stored as a number or as a tensor of one element; None for anything else."""
+    """A counter stored as a number or a tensor of one element; None for anything else."""
     if isinstance(value, ForeignTensor) and value.numel == 1:
         value = value.read().item()
     return int(value) if isinstance(value, int | float) else None
 
 
-def highest_step(places: Iterable[Any]) -> int | None:
-    """The highest counter `step` in the states of tensors or in parameter groups; None where there is none."""
-    counts = [count_of(place["step"]) for place in places if isinstance(place, dict) and "step" in place]
+def highest_step(entries: Iterable[Any]) -> int | None:
+    """The highest `step` in states of tensors or parameter groups; None if missing."""
+    counts = [count_of(entry["step"]) for entry in entries if isinstance(entry, dict) and "step" in entry]
     return max((count for count in counts if count is not None), default=None)
 
 
 @dataclass(frozen=True)
 class ForeignPieces:
-    """The tensors of a foreign checkpoint as pieces of ours, read one at a time; iterable many times.
+    """The tensors of a foreign checkpoint as pieces, read one at a time; iterable repeatedly.
 
     Args:
-        average: of a tensor that every rank holds whole, take the mean where ranks differ; else they must be equal.
+        average: average replicated tensors that differ between ranks, instead of raising an error.
     """
 
     source: ForeignModel
     average: bool = False
 
     def snapshot(self) -> Snapshot:
-        """What the checkpoint writer needs: the list of pieces, and their values."""
+        """The keys and values of all pieces, for the checkpoint writer."""
         listed = tuple((key, _TYPE_NAMES[dtype]) for key, dtype, _ in self._listed())
         return Snapshot(listed, self)
 
@@ -191,17 +190,17 @@ class ForeignPieces:
             yield key, self.tensor(rule, key.kind).to(dtype).reshape(-1)
 
     def tensor(self, rule: ShardingRule, kind: Kind) -> torch.Tensor:
-        """One of our tensors, whole.
+        """Reads a whole tensor.
 
         Raises:
-            ConversionError: ranks differ in a tensor that they should hold alike.
+            ConversionError: a replicated tensor differs between ranks.
         """
         parts = [part.read() for part in self.source.parts[rule.name, kind]]
         if rule.split is None and len(parts) > 1:
-            parts = [self._agreed(rule.name, kind, parts)]
+            parts = [self._replicated(rule.name, kind, parts)]
         return rule.joined(parts, self.source.order)
 
-    def _agreed(self, name: str, kind: Kind, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _replicated(self, name: str, kind: Kind, parts: list[torch.Tensor]) -> torch.Tensor:
         if all(torch.equal(part, parts[0]) for part in parts[1:]):
             return parts[0]
         values = torch.stack([part.to(torch.float32) for part in parts])

@@ -1,4 +1,4 @@
-"""The names that Megatron-LM, its forks and DeepSpeed's pipelines give to the tensors of a GPT, and ours for them.
+"""Maps tensor names of a GPT in Megatron-LM, its forks and DeepSpeed's pipelines to global names, and back.
 
 Source: bigscience and deepspeedai Megatron-DeepSpeed `megatron/model/{language_model,gpt_model}.py` (`GPTModelPipe`);
 NVIDIA Megatron-LM `megatron/legacy/model/` and `megatron/core/models/gpt/gpt_model.py`; DeepSpeed
@@ -15,17 +15,17 @@ from megatron.config.sections.model import ModelConfig
 from megatron.errors import ConversionError
 from trident.convert.megatron_format.sharding_rules import tensor_rules
 
-# Forms that are written. bigscience, deepspeedai: parameters of their pipelines, by number of the layer; classic: the
-# modules of Megatron-LM before its core; core: the modules of NVIDIA's Megatron Core.
+# Naming schemes that can be written. bigscience, deepspeedai: pipeline parameters by layer number; classic: modules of
+# Megatron-LM before Megatron Core; core: modules of Megatron Core.
 BIGSCIENCE, DEEPSPEEDAI, CLASSIC, CORE = "bigscience", "deepspeedai", "classic", "core"
 
 _WORDS, _POSITIONS, _HEAD = "embedding.word_embeddings", "embedding.position_embeddings", "output_layer"
 _WORDS_NORM, _FINAL_NORM = "embedding.word_embeddings_layernorm", "decoder.final_layernorm"
-# Number of a pipeline's first block, and of its last norm after the blocks.
+# Layer number of the first block, and offset of the final norm after the blocks.
 _FIRST_BLOCK = {BIGSCIENCE: 3, DEEPSPEEDAI: 2}
 _AFTER_BLOCKS = {BIGSCIENCE: 1, DEEPSPEEDAI: 0}
 _OUR_BLOCK = re.compile(r"decoder\.layers\.(\d+)\..+")
-# Buffers and copies that hold nothing of their own.
+# Buffers and copies of other tensors.
 _IGNORED = re.compile(
     r".*_extra_state\d*|.*rotary_emb\.inv_freq|.*rotary_pos_emb\..*|.*attention\.(masked_)?bias|"
     r"(.*\.)?word_embeddings_for_head(\.weight)?|word_embeddings\.weight"
@@ -33,8 +33,8 @@ _IGNORED = re.compile(
 _BLOCK = re.compile(r"(?:language_model\.(?:encoder|transformer)|decoder|encoder)\.layers\.(\d+)\.(.+)")
 _PIPELINE = re.compile(r"(\d+)\.(.+)")
 _TIED = re.compile(r"tied_modules\.\w+\.(.+)")
-# Ours inside a block -> theirs: the classic name, then others; the last word (weight or bias) is left out.
-_IN_BLOCK = {
+# Global names inside a block (without weight or bias) -> theirs: the classic name, then others.
+_BLOCK_NAMES = {
     "input_layernorm": ("input_layernorm", "input_norm"),
     "self_attention.linear_qkv": ("self_attention.query_key_value", "self_attention.linear_qkv"),
     "self_attention.linear_proj": ("self_attention.dense", "self_attention.linear_proj"),
@@ -44,34 +44,32 @@ _IN_BLOCK = {
     "mlp.linear_fc1": ("mlp.dense_h_to_4h", "mlp.linear_fc1"),
     "mlp.linear_fc2": ("mlp.dense_4h_to_h", "mlp.linear_fc2"),
 }
-_OURS_IN_BLOCK = {theirs: ours for ours, names in _IN_BLOCK.items() for theirs in names}
+_OURS_BY_BLOCK_NAME = {theirs: ours for ours, names in _BLOCK_NAMES.items() for theirs in names}
 _FUSED_NORMS = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
-# The same outside of the blocks, without the module that they are in.
-_OUTSIDE = {
+# The same outside the blocks, without the enclosing module.
+_OUTER_NAMES = {
     _WORDS: ("word_embeddings",),
     _WORDS_NORM: ("word_embeddings.norm",),
     _POSITIONS: ("position_embeddings",),
     _FINAL_NORM: ("final_layernorm", "final_norm"),
     _HEAD: ("output_layer", "lm_head"),
 }
-_OURS_OUTSIDE = {theirs: ours for ours, names in _OUTSIDE.items() for theirs in names}
+_OURS_BY_OUTER_NAME = {theirs: ours for ours, names in _OUTER_NAMES.items() for theirs in names}
 _PREFIXES = re.compile(
     r"(?:language_model\.)?(?:(?:embedding|encoder|transformer|decoder)\.)?(?=word_embed|position_embed|final_|output_)"
 )
 
 
 def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]:
-    """Our name of each of theirs; None for what holds nothing of its own.
-
-    Blocks of a pipeline are named by the number of their layer, which counts layers without parameters, too; their
-    order is what counts.
+    """Maps names to global names; None for buffers and copies.
 
     Args:
-        is_tied: whether the head shares the word embedding, so that a stored head is a copy.
+        is_tied: the head shares the word embedding, so that a stored head is a copy.
 
     Raises:
-        ConversionError: names that are unknown; all of them are shown.
+        ConversionError: unknown names; lists them.
     """
+    # Layer numbers of a pipeline also count layers without parameters: only their order matters.
     plain = {name: name.removeprefix("module.") for name in names}
     numbers = sorted(
         {
@@ -80,7 +78,7 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
             if (match := _PIPELINE.fullmatch(name)) and _in_block(0, match.group(2)) is not None
         }
     )
-    blocks = {number: place for place, number in enumerate(numbers)}
+    blocks = {number: block for block, number in enumerate(numbers)}
     named = {name: _our_name(inner, blocks) for name, inner in plain.items()}
     unknown = [name for name, ours in named.items() if ours is None and not _IGNORED.fullmatch(plain[name])]
     if unknown:
@@ -96,11 +94,11 @@ def our_names(names: Collection[str], *, is_tied: bool) -> dict[str, str | None]
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """One tensor in the file of a pipeline stage.
+    """A tensor in the file of a pipeline stage.
 
     Args:
-        path: the keys that lead to it in the file's network.
-        ours: our name of it.
+        path: its keys in the nested dictionaries of the file.
+        ours: its global name.
     """
 
     path: tuple[str, ...]
@@ -108,14 +106,14 @@ class StagedTensor:
 
 
 def parameter_name(ours: str, naming: str, config: ModelConfig) -> str:
-    """The name of one of our tensors as a parameter of the whole network or of a whole pipeline."""
+    """The parameter name of a tensor in the whole network or pipeline."""
     stem, _, last = ours.rpartition(".")
     layer = _layer_of(ours)
     if naming == CLASSIC:
         if layer is not None:
             return f"language_model.encoder.layers.{layer}.{_classic_in_block(ours)}"
         module = {_FINAL_NORM: "encoder.", _HEAD: ""}.get(stem, "embedding.")
-        return f"language_model.{module}{_OUTSIDE[stem][0]}.{last}"
+        return f"language_model.{module}{_OUTER_NAMES[stem][0]}.{last}"
     if naming == CORE:
         return ours
     first = _FIRST_BLOCK[naming]
@@ -127,21 +125,19 @@ def parameter_name(ours: str, naming: str, config: ModelConfig) -> str:
     if stem == _HEAD:
         return f"{final + 1}.lm_head.{last}"
     embedding = "1" if config.untie_embeddings_and_output_weights else "tied_modules.embed"
-    return f"{embedding}.{_OUTSIDE[stem][0]}.{last}"
+    return f"{embedding}.{_OUTER_NAMES[stem][0]}.{last}"
 
 
 def stage_tensors(config: ModelConfig, naming: str, stage: int, stages: int) -> Iterator[StagedTensor]:
-    """The tensors of one of equal stages, in the order of its modules; blocks are numbered from 0 in each stage.
+    """The tensors of a stage in the order of its modules; blocks are numbered from 0 in each of the equal stages.
 
     A tied head on another stage than the embedding has a copy of it.
     """
     share = config.num_layers // stages
     for ours in tensor_rules(config):
         layer = _layer_of(ours)
-        own = stage if layer is not None and layer // share == stage else None
-        if layer is None:
-            own = 0 if ours.startswith("embedding.") else stages - 1
-        if own != stage:
+        owner = layer // share if layer is not None else 0 if ours.startswith("embedding.") else stages - 1
+        if owner != stage:
             continue
         local = ours if layer is None else ours.replace(f"layers.{layer}.", f"layers.{layer - stage * share}.", 1)
         yield StagedTensor(_path(local, naming, config), ours)
@@ -151,7 +147,7 @@ def stage_tensors(config: ModelConfig, naming: str, stage: int, stages: int) -> 
 
 
 def _path(ours: str, naming: str, config: ModelConfig) -> tuple[str, ...]:
-    """The keys in a file: core keeps one flat dictionary, the classic layout one for each module."""
+    """The keys in a file: core has one flat dictionary, the classic layout one per module."""
     name = parameter_name(ours, naming, config)
     if naming == CORE:
         return (name,)
@@ -178,21 +174,21 @@ def _our_name(name: str, blocks: Mapping[int, int]) -> str | None:
 
 
 def _in_block(layer: int, name: str) -> str | None:
-    if name.startswith("attention."):  # of the first versions
+    if name.startswith("attention."):  # early versions
         name = "self_" + name
     stem, _, last = name.rpartition(".")
     if last in ("layer_norm_weight", "layer_norm_bias") and stem in _FUSED_NORMS:
         return f"decoder.layers.{layer}.{_FUSED_NORMS[stem]}.{last.removeprefix('layer_norm_')}"
-    ours = _OURS_IN_BLOCK.get(stem)
+    ours = _OURS_BY_BLOCK_NAME.get(stem)
     return f"decoder.layers.{layer}.{ours}.{last}" if ours is not None and last in ("weight", "bias") else None
 
 
 def _outside(name: str) -> str | None:
-    """Our name outside of the blocks; only norms have a bias."""
-    if name == "position_embeddings":  # of some forks, which have it as a parameter of its own
+    """The global name outside the blocks; only norms have a bias."""
+    if name == "position_embeddings":  # a plain parameter in some forks
         return f"{_POSITIONS}.weight"
     stem, _, last = name.rpartition(".")
-    ours = _OURS_OUTSIDE.get(stem, "")
+    ours = _OURS_BY_OUTER_NAME.get(stem, "")
     return f"{ours}.{last}" if (last == "weight" and ours) or (last == "bias" and "norm" in ours) else None
 
 
@@ -202,7 +198,7 @@ def _layer_of(name: str) -> int | None:
 
 
 def _classic_in_block(name: str) -> str:
-    """The name inside its block that the forks give to one of our tensors."""
+    """The classic name of a tensor inside its block."""
     _, _, _, stem = name.split(".", 3)
     stem, _, last = stem.rpartition(".")
-    return f"{_IN_BLOCK.get(stem, (stem,))[0]}.{last}"
+    return f"{_BLOCK_NAMES.get(stem, (stem,))[0]}.{last}"

@@ -1,4 +1,4 @@
-"""How Megatron-LM and its forks store each of our tensors: cut over tensor-parallel ranks, with rows in their order.
+"""Rules for the storage of each tensor in Megatron-LM and its forks: tensor-parallel sharding and row order.
 
 Source: NVIDIA Megatron-LM `megatron/core/tensor_parallel/layers.py`; bigscience Megatron-DeepSpeed
 `megatron/model/transformer.py`, `megatron/checkpointing.py` (`fix_query_key_value_ordering`).
@@ -20,19 +20,19 @@ from megatron.errors import ConversionError
 
 Rows = Literal["plain", "qkv", "gated", "vocabulary"]
 
-# Ends of the names of matrices whose columns the ranks divide among them.
+# Name suffixes of matrices whose columns are sharded.
 ROW_PARALLEL = ("linear_proj.weight", "linear_fc2.weight")
-# The checkpoint version in which query, key and value rows have today's order.
+# The checkpoint version with the current order of query, key and value rows.
 CURRENT_VERSION = 3.0
 
 
 @dataclass(frozen=True)
 class StoredRowOrder:
-    """The order of rows in the files of one program.
+    """The row order of a program's files.
 
     Args:
-        version: the checkpoint version; below 2 the fused query-key-value rows have other orders.
-        gate_last: whether the gate is the second half of a gated matrix, not the first (bigscience).
+        version: the checkpoint version; fused query-key-value rows have other orders below 2.
+        gate_last: the gate is the second half of a gated matrix instead of the first (bigscience).
     """
 
     version: float = CURRENT_VERSION
@@ -41,11 +41,11 @@ class StoredRowOrder:
 
 @dataclass(frozen=True)
 class ShardingRule:
-    """How one of our tensors is stored.
+    """The storage of a tensor.
 
     Args:
-        shape: our logical shape.
-        split: the logical dimension that tensor-parallel ranks divide among them; None if each has all of it.
+        shape: logical shape.
+        split: the logical dimension sharded over tensor-parallel ranks; None if replicated.
     """
 
     name: str
@@ -54,7 +54,7 @@ class ShardingRule:
     rows: Rows = "plain"
 
     def stored_shape(self, ranks: int, rows: int | None = None) -> tuple[int, ...]:
-        """The shape that one of this many ranks stores; `rows` counts the rows of a padded vocabulary."""
+        """The shape of a rank's shard; `rows` is the size of the padded vocabulary."""
         local = list(self.shape if rows is None else (rows, *self.shape[1:]))
         if self.split is not None:
             local[self.split] //= ranks
@@ -65,7 +65,7 @@ class ShardingRule:
         return (math.prod(local[:-1]), local[-1])
 
     def joined(self, parts: Sequence[torch.Tensor], order: StoredRowOrder) -> torch.Tensor:
-        """Our tensor, made of what the ranks stored. Shapes: see `stored_shape`; result `shape`."""
+        """Joins the shards of all ranks. Shapes: see `stored_shape`; result `shape`."""
         blocks = [self._in_blocks(part, len(parts), order) for part in parts]
         whole = blocks[0] if self.split is None or len(blocks) == 1 else torch.cat(blocks, dim=self.split)
         if self.rows == "gated" and order.gate_last:
@@ -75,7 +75,7 @@ class ShardingRule:
     def cut(
         self, whole: torch.Tensor, rank: int, ranks: int, order: StoredRowOrder, rows: int | None = None
     ) -> torch.Tensor:
-        """What one of this many ranks stores of our tensor; `rows` counts the rows of the padded vocabulary."""
+        """The shard of a rank; `rows` is the size of the padded vocabulary."""
         if self.rows == "vocabulary" and rows is not None and rows > whole.shape[0]:
             whole = torch.cat([whole, whole.new_zeros(rows - whole.shape[0], *whole.shape[1:])])
         if self.rows == "gated" and order.gate_last:
@@ -84,7 +84,7 @@ class ShardingRule:
         return local.reshape(self.stored_shape(ranks, rows)).contiguous()
 
     def _in_blocks(self, part: torch.Tensor, ranks: int, order: StoredRowOrder) -> torch.Tensor:
-        """A rank's part in logical blocks; query-key-value rows of older versions come into today's order."""
+        """A shard with logical dimensions, and query-key-value rows in the current order."""
         local = list(self.shape)
         if self.rows == "vocabulary":
             local[0] = part.shape[0]
@@ -99,10 +99,10 @@ class ShardingRule:
 
 
 def tensor_rules(config: ModelConfig) -> dict[str, ShardingRule]:
-    """The rule of every tensor of a network, by our name, in the order of the layers.
+    """The rules of all tensors of a network by global name, in the order of the layers.
 
     Raises:
-        ConversionError: the network has tensors that these formats do not know.
+        ConversionError: these formats do not support the network.
     """
     if config.num_experts > 1:
         raise ConversionError(

@@ -1,7 +1,7 @@
 """Reads Megatron-LM's `torch` layout: `iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-torch's optimizer numbers its tensors, so their order gives the names of the moments. The two parameter groups are what
-`get_params_for_weight_decay_optimization` makes: matrices, then biases and norms, each in the order of the network's
+torch's optimizer numbers its tensors, so the names of the moments follow from their order: two parameter groups
+(`get_params_for_weight_decay_optimization`), matrices, then biases and norms, each in the order of the network's
 modules, which is also the order of the stored weights.
 
 Source: NVIDIA Megatron-LM `megatron/checkpointing.py`, `megatron/optimizer/__init__.py`; bigscience Megatron-DeepSpeed
@@ -37,11 +37,11 @@ _LAYER = re.compile(r"(.*\blayers\.)(\d+)(\..*)")
 
 
 @dataclass(frozen=True)
-class Choices:
-    """What a user says about a foreign checkpoint.
+class ImportOptions:
+    """Options of the user for reading a foreign checkpoint.
 
     Args:
-        vocab_size: tokens of the tokenizer, for files that do not say how many rows are padding.
+        vocab_size: size of the tokenizer, for files that do not store the number of padding rows.
         rotary_is_sound: see `model_config`.
     """
 
@@ -59,11 +59,11 @@ class RankFile:
 
 
 def is_torch_layout(folder: Path) -> bool:
-    """Whether a folder holds `mp_rank_XX/model_optim_rng.pt`."""
+    """True if a folder contains `mp_rank_XX/model_optim_rng.pt`."""
     return any((path / name).is_file() for path in folder.glob("mp_rank_*") for name in _FILES)
 
 
-def open_torch_layout(folder: Path, choices: Choices) -> ForeignModel:
+def open_torch_layout(folder: Path, choices: ImportOptions) -> ForeignModel:
     """Opens a checkpoint in the `torch` layout; raises as `open_foreign` does."""
     files = list(_rank_files(folder))
     ranks, stages = 1 + max(file.tensor_rank for file in files), 1 + max(file.stage for file in files)
@@ -97,11 +97,11 @@ def open_torch_layout(folder: Path, choices: Choices) -> ForeignModel:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The run that a checkpoint is of, as its stored arguments describe it.
+    """The run of a checkpoint, from its stored arguments.
 
     Args:
         stored: the arguments.
-        model: the network that they say.
+        model: the network they describe.
     """
 
     path: Path
@@ -109,21 +109,21 @@ class StoredRun:
     model: ModelConfig
 
     @classmethod
-    def of(cls, content: Mapping[str, Any], path: Path, choices: Choices, *, is_core: bool = False) -> StoredRun:
-        """The run that a file describes.
+    def of(cls, content: Mapping[str, Any], path: Path, choices: ImportOptions, *, is_core: bool = False) -> StoredRun:
+        """The run described by a file.
 
         Raises:
-            ConversionError: it holds no arguments, or the network is not one of ours.
+            ConversionError: it has no arguments, or the network is not supported.
         """
         stored = content.get("args")
         if not isinstance(stored, dict) or not stored:
             raise ConversionError(
-                f"{path} holds no arguments of the run (args), which say what the network is. It is not a checkpoint "
-                "of Megatron-LM or its forks."
+                f"{path} holds no arguments of the run (args), which describe the network. It is not a checkpoint of "
+                "Megatron-LM or its forks."
             )
         rows = choices.vocab_size
-        for place in (content.get("universal_checkpoint_info"), content.get("checkpoint_info")):
-            size = place.get("original_vocab_size") if isinstance(place, dict) else None
+        for info in (content.get("universal_checkpoint_info"), content.get("checkpoint_info")):
+            size = info.get("original_vocab_size") if isinstance(info, dict) else None
             rows = size if type(size) is int and size > 0 else rows  # without padding
         model = model_config(stored, rows, rotary_is_sound=choices.rotary_is_sound, is_core=is_core)
         return cls(path, stored, model)
@@ -140,20 +140,20 @@ class StoredRun:
         notes: Sequence[str] = (),
         version: float = CURRENT_VERSION,
     ) -> ForeignModel:
-        """The open checkpoint; without a state of the training there are the flags of the run."""
+        """The open checkpoint; the default training state has only the flags of the run."""
         order = StoredRowOrder(version, gate_is_last(self.stored))
         state = state or TrainingState(flags=training_flags(self.stored))
         return ForeignModel(program, self.path, self.model, order, parts, state, tuple(notes))
 
 
 def read_dictionaries(paths: Sequence[Path], what: str) -> list[dict[str, Any]]:
-    """The contents of files.
+    """Reads files that contain dictionaries.
 
     Args:
-        what: what they are, for the error.
+        what: description of the files, for the error.
 
     Raises:
-        ConversionError: one holds something else than a dictionary.
+        ConversionError: one does not contain a dictionary.
     """
     contents = read_pickles(paths)
     for path, content in zip(paths, contents, strict=True):
@@ -163,7 +163,7 @@ def read_dictionaries(paths: Sequence[Path], what: str) -> list[dict[str, Any]]:
 
 
 def chunks_of(file: RankFile) -> dict[int, Any]:
-    """The parts of the network in a file: `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
+    """The model chunks in a file: `model`, or `model0`, `model1`, ... of an interleaved pipeline."""
     if "model" in file.content:
         return {0: file.content["model"]}
     return {
@@ -175,14 +175,14 @@ def chunks_of(file: RankFile) -> dict[int, Any]:
 
 @dataclass(frozen=True)
 class StoredMoments:
-    """What was found: (name, kind, tensor) of everything, and the updates that Adam counted."""
+    """All moments as (name, kind, tensor), and Adam's step counter."""
 
     tensors: list[tuple[str, Kind, ForeignTensor]]
     updates: int | None
 
 
 def moments_of(optimizer: Mapping[str, Any], weights: Mapping[str, ForeignTensor]) -> StoredMoments | str:
-    """The moments of the weights of one file, or a sentence that says why they cannot be distinguished.
+    """The moments of the weights of one file, or the reason why they cannot be assigned.
 
     Args:
         optimizer: the file's optimizer entry.
@@ -199,7 +199,7 @@ def moments_of(optimizer: Mapping[str, Any], weights: Mapping[str, ForeignTensor
     named = _named_groups(weights, groups)
     if named is None:
         return "the optimizer's parameter groups do not match the stored weights"
-    for place, (group, names) in enumerate(zip(groups, named, strict=True)):
+    for index, (group, names) in enumerate(zip(groups, named, strict=True)):
         updates = max(updates or 0, count_of(group.get("step")) or 0) or updates
         for position, (number, name) in enumerate(zip(group["params"], names, strict=True)):
             state = states.get(number)
@@ -207,8 +207,8 @@ def moments_of(optimizer: Mapping[str, Any], weights: Mapping[str, ForeignTensor
                 return f"the optimizer state of {name} does not have its shape"
             tensors += [(name, "exp_avg", state["exp_avg"]), (name, "exp_avg_sq", state["exp_avg_sq"])]
             updates = max(updates or 0, count_of(state.get("step")) or 0) or updates
-            if isinstance(masters, list) and place < len(masters) and position < len(masters[place]):
-                tensors.append((name, "weight", masters[place][position]))
+            if isinstance(masters, list) and index < len(masters) and position < len(masters[index]):
+                tensors.append((name, "weight", masters[index][position]))
     return StoredMoments(tensors, updates)
 
 
@@ -231,7 +231,7 @@ def _rank_files(folder: Path) -> Iterator[RankFile]:
 
 
 def _named_tensors(files: Sequence[RankFile]) -> list[dict[str, ForeignTensor]]:
-    """The weights of each file; layers, numbered from 0 in each (stage, chunk), get the numbers of the network."""
+    """The weights of each file; layers, numbered from 0 in each (stage, chunk), get their global numbers."""
     counts: dict[tuple[int, int], int] = {}
     for file in files:
         for chunk, tree in chunks_of(file).items() if file.tensor_rank == 0 else ():
@@ -255,7 +255,7 @@ def _named_tensors(files: Sequence[RankFile]) -> list[dict[str, ForeignTensor]]:
 def _moments(
     files: Sequence[RankFile], tensors: Sequence[Mapping[str, ForeignTensor]]
 ) -> tuple[list[tuple[int, str, Kind, RankPart]], int | None, str | None]:
-    """The fp32 weights and moments, Adam's count of updates, and why there are none."""
+    """The fp32 weights and moments and Adam's step counter, or the reason for missing ones."""
     listed, updates = [], None
     for file, named in zip(files, tensors, strict=True):
         optimizer = file.content.get("optimizer")

@@ -1,4 +1,4 @@
-"""Writes our checkpoints in formats of other programs: Megatron-LM's `torch` layout and DeepSpeed's universal format.
+"""Writes checkpoints in the formats of other programs: Megatron-LM's `torch` layout and DeepSpeed's universal format.
 
-`output_tensors` is the only place that pickles, and it only writes.
+Only `output_tensors` pickles, and it never unpickles.
 """

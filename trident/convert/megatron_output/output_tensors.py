@@ -1,8 +1,7 @@
-"""What is written, the checkpoint that it is read from, one part of a tensor at a time, and the files of torch.
+"""The request of an export, shards of a checkpoint's tensors, and files of torch.
 
-The only file that calls `torch.save`: the formats written here are pickles by definition. It writes dictionaries of
-tensors, numbers and texts, and the arguments of a run as `argparse.Namespace`, which is what the programs that read
-them expect. Nothing here, nor anywhere else in this process, reads a pickle.
+The only file that calls `torch.save`: these formats are pickles. It writes dictionaries of tensors, numbers and
+strings, and the arguments of a run as `argparse.Namespace`, as other programs expect. It never reads a pickle.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ MOMENTS: tuple[Kind, ...] = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """What to write.
+    """Options of an export.
 
     Args:
-        target: the folder to make.
-        model: the architecture, with the rows that the vocabulary has after padding for these ranks.
-        run: our configuration by field.
-        naming: one of `naming`'s.
-        with_moments: write the optimizer state, where the checkpoint and the format have it.
-        keep_padding: write the padding rows of the vocabulary where the format leaves them out.
+        target: the folder to create.
+        model: the architecture, with the vocabulary padded for these ranks.
+        run: the configuration by field.
+        naming: a naming scheme of `names`.
+        with_moments: write the optimizer state, if the checkpoint and the format have it.
+        keep_padding: write padding rows of the vocabulary that the format omits.
     """
 
     checkpoint: OpenCheckpoint
@@ -58,12 +57,12 @@ class OutputRequest:
 
     @property
     def order(self) -> StoredRowOrder:
-        """The order of rows; bigscience keeps the gate in the second half of a gated matrix."""
+        """The row order; bigscience stores the gate in the second half of a gated matrix."""
         return StoredRowOrder(gate_last=self.naming == BIGSCIENCE)
 
     @property
     def described(self) -> dict[str, Any]:
-        """What a file says of the run: arguments in the form in which the other programs store them, and progress."""
+        """The run's arguments and progress as other programs store them."""
         progress, model = self.checkpoint.record.progress, self.model
         arguments = stored_arguments(
             model, self.run, progress, self.naming, tensor_ranks=self.tensor_ranks, stages=self.stages
@@ -81,8 +80,8 @@ class OutputRequest:
 
 
 @dataclass(frozen=True)
-class OurTensors:
-    """The tensors of a checkpoint, which are exactly the tensors of a network."""
+class CheckpointTensors:
+    """The tensors of a checkpoint that match a network."""
 
     checkpoint: OpenCheckpoint
     rules: Mapping[str, ShardingRule]
@@ -90,21 +89,21 @@ class OurTensors:
     has_moments: bool
 
     @classmethod
-    def of(cls, request: OutputRequest) -> OurTensors:
+    def of(cls, request: OutputRequest) -> CheckpointTensors:
         """The tensors to write.
 
         Raises:
-            ConversionError: the formats do not know the network, it cannot be split like this, or the checkpoint holds
-                other tensors.
+            ConversionError: the formats do not support the network, it cannot be split like this, or the checkpoint
+                has other tensors.
         """
         rules = tensor_rules(request.model)
         _check_split(request)
         stored = request.checkpoint.tensors()
-        left = sorted(set(stored) ^ set(rules))
-        if left:
+        unmatched = sorted(set(stored) ^ set(rules))
+        if unmatched:
             raise ConversionError(
-                f"{request.checkpoint.folder} does not hold the tensors of its own network: {', '.join(left[:5])}. Use "
-                "another checkpoint."
+                f"{request.checkpoint.folder} does not hold the tensors of its own network: {', '.join(unmatched[:5])}."
+                " Use another checkpoint."
             )
         has_moments = request.run.get("optimizer") not in AVERAGING and all(
             kind in tensor.kinds for tensor in stored.values() for kind in MOMENTS
@@ -114,10 +113,10 @@ class OurTensors:
     def part(
         self, name: str, kind: Kind, order: StoredRowOrder, rank: int = 0, ranks: int = 1, rows: int | None = None
     ) -> torch.Tensor:
-        """What one tensor-parallel rank stores of a tensor; only that is read.
+        """Reads the shard of one tensor-parallel rank.
 
         Args:
-            rows: of the padded vocabulary over all ranks; None for no padding.
+            rows: size of the padded vocabulary; None for no padding.
         """
         rule = self.rules[name]
         shape = list(rule.shape)
@@ -140,10 +139,10 @@ class OurTensors:
 
 
 def write_object(path: Path, value: Any) -> None:
-    """Pickles a value into a new file, in a folder that is made if it is missing, and waits until it is on the disk.
+    """Pickles a value into a new, synced file; creates its folder.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +165,7 @@ def _check_split(request: OutputRequest) -> None:
     if model.num_layers % stages:
         problems.append(
             f"{model.num_layers} layers cannot be divided into {stages} equal stages (--pipeline-model-parallel-size "
-            f"{stages}), which this layout needs. Use a divisor of {model.num_layers}."
+            f"{stages}), which this layout requires. Use a divisor of {model.num_layers}."
         )
     if problems:
         raise ConversionError(" ".join(problems))

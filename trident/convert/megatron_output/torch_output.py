@@ -1,7 +1,7 @@
 """Writes Megatron-LM's `torch` layout: `iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt`.
 
-A file holds everything of one rank, so its tensors are collected in files that are mapped into memory: what a machine
-must hold at a time is one tensor of one rank.
+A file contains all tensors of one rank, which are collected in memory-mapped files: only one tensor of one rank must
+fit into memory.
 
 Source: NVIDIA Megatron-LM `megatron/training/checkpointing.py`; bigscience Megatron-DeepSpeed
 `megatron/checkpointing.py`, `megatron/optimizer/__init__.py` and `optimizer.py`.
@@ -24,38 +24,38 @@ from megatron.parallel.pieces import Kind
 from trident.convert.hugging_face.importing import unfinished_folder
 from trident.convert.megatron_format.arguments import scheduler_state
 from trident.convert.megatron_format.names import CLASSIC, StagedTensor, stage_tensors
-from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, write_object
+from trident.convert.megatron_output.output_tensors import MOMENTS, CheckpointTensors, OutputRequest, write_object
 
 _POINTER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 
 
 def write_torch_layout(request: OutputRequest) -> Path:
-    """Makes a folder with a checkpoint and the file that points at it; returns the checkpoint's folder.
+    """Creates a folder with a checkpoint and the file that points to it; returns the checkpoint's folder.
 
-    The moments are written with classic names only: how Megatron Core numbers its parameters depends on its version.
+    Moments are written with classic names only: the numbering of Megatron Core's parameters depends on its version.
 
     Raises:
         ConversionError: the network cannot be expressed or divided like this, or the target exists.
-        DamagedError: the bytes of the checkpoint are not those that were written.
-        StorageError: the file system refused.
+        DamagedError: the checkpoint is damaged.
+        StorageError: a file cannot be written.
     """
-    tensors = OurTensors.of(request)
+    tensors = CheckpointTensors.of(request)
     with_moments = tensors.has_moments and request.naming == CLASSIC
     if tensors.has_moments and not with_moments:
-        log.info(f"--naming {request.naming}: weights only; --naming {CLASSIC} has room for the moments, too")
+        log.info(f"--naming {request.naming}: weights only; --naming {CLASSIC} also writes the moments")
     progress = request.checkpoint.record.progress
     head, step = request.described, progress.step
     if with_moments:
         head["opt_param_scheduler"] = scheduler_state(request.run, progress, request.naming)
-    name = folder_name(step) if step else _RELEASE  # an iteration 0 is refused by the programs that read it
+    name = folder_name(step) if step else _RELEASE  # other programs refuse iteration 0
     with unfinished_folder(request.target) as folder:
         for stage in range(request.stages):
             for rank in range(request.tensor_ranks):
-                place = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if request.stages > 1 else "")
+                rank_name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if request.stages > 1 else "")
                 mapped = _MappedTensors(folder / ".mapped")
                 content = _RankContent(request, tensors, mapped, rank, stage)
-                write_object(folder / name / place / "model_optim_rng.pt", {**head, **content.build(with_moments)})
+                write_object(folder / name / rank_name / "model_optim_rng.pt", {**head, **content.build(with_moments)})
                 del content
                 mapped.close()
         write_text(folder / _POINTER, str(step) if step else _RELEASE)
@@ -67,7 +67,7 @@ class _RankContent:
     """The network and the optimizer state of one tensor-parallel rank of one stage."""
 
     request: OutputRequest
-    tensors: OurTensors
+    tensors: CheckpointTensors
     mapped: _MappedTensors
     rank: int
     stage: int
@@ -75,17 +75,17 @@ class _RankContent:
     def build(self, with_moments: bool) -> dict[str, Any]:
         listed = list(stage_tensors(self.request.model, self.request.naming, self.stage, self.request.stages))
         run = self.request.run if with_moments else {}
-        # The element type of the network that goes with fp32 masters; None where training was in fp32.
+        # The dtype of half-precision weights that have fp32 masters; None for fp32 training.
         half = torch.bfloat16 if run.get("bf16") else torch.float16 if run.get("fp16") else None
         network: dict[str, Any] = {}
         shapes: list[tuple[int, ...]] = []
         for tensor in listed:
             value = self._read(tensor.ours, "weight", half)
             shapes.append(tuple(value.shape))
-            place = network
+            module = network
             for key in tensor.path[:-1]:
-                place = place.setdefault(key, {})
-            place[tensor.path[-1]] = value
+                module = module.setdefault(key, {})
+            module[tensor.path[-1]] = value
         if not with_moments:
             return {"model": network}
         matrices = [number for number, shape in enumerate(shapes) if len(shape) > 1]
@@ -130,7 +130,7 @@ class _RankContent:
 
 
 class _MappedTensors:
-    """Tensors kept in temporary files, so that the system may take their memory back."""
+    """Tensors in temporary memory-mapped files, so that the system can reclaim their memory."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -149,5 +149,5 @@ class _MappedTensors:
         return flat.view(values.shape).copy_(values)
 
     def close(self) -> None:
-        """Removes the files; tensors that are still used keep their values."""
+        """Removes the files; existing tensors keep their values."""
         DISK.remove_tree(self._folder)

@@ -1,8 +1,7 @@
 """Writes DeepSpeed's universal checkpoints: whole fp32 weights and moments, one folder per parameter.
 
-Any tensor, pipeline and data parallel sizes load it (`"checkpoint": {"load_universal": true}`). The word embedding has
-no padding rows, and the loader of ZeRO 1 and 2 adds the rows that it needs; the loader of ZeRO 3 does not
-(`keep_padding`).
+Any tensor, pipeline and data parallel sizes can load it (`"checkpoint": {"load_universal": true}`). The word embedding
+has no padding rows: the loader of ZeRO 1 and 2 adds them, but not the loader of ZeRO 3 (`keep_padding`).
 
 Source: DeepSpeed 0.19.8, `deepspeed/checkpoint/universal_checkpoint.py` (`load_hp_checkpoint_state`),
 `deepspeed/runtime/base_optimizer.py`, `deepspeed/runtime/zero/stage3.py`, `deepspeed/checkpoint/ds_to_universal.py`.
@@ -21,25 +20,25 @@ from trident.convert.hugging_face.importing import unfinished_folder
 from trident.convert.megatron_format.arguments import scheduler_state
 from trident.convert.megatron_format.names import parameter_name
 from trident.convert.megatron_format.sharding_rules import ROW_PARALLEL, ShardingRule
-from trident.convert.megatron_output.output_tensors import MOMENTS, OurTensors, OutputRequest, write_object
+from trident.convert.megatron_output.output_tensors import MOMENTS, CheckpointTensors, OutputRequest, write_object
 
-# The version of DeepSpeed whose format this is; its loader asks for one.
+# The version of DeepSpeed with this format; its loader requires one.
 DEEPSPEED_VERSION = "0.19.8"
 _FORMAT_VERSION = 0.2
 _POINTER = "latest_universal"
 
 
 def write_universal(request: OutputRequest) -> Path:
-    """Makes a folder with a universal checkpoint and the file that points at it; returns the checkpoint's folder.
+    """Creates a folder with a universal checkpoint and the file that points to it; returns the checkpoint's folder.
 
-    One tensor is in memory at a time. A checkpoint without optimizer state gets the state of a new optimizer, zeros.
+    One tensor is in memory at a time. Without optimizer state, the moments are zeros as in a new optimizer.
 
     Raises:
         ConversionError: the network cannot be expressed, or the target exists.
-        DamagedError: the bytes of the checkpoint are not those that were written.
-        StorageError: the file system refused.
+        DamagedError: the checkpoint is damaged.
+        StorageError: a file cannot be written.
     """
-    tensors = OurTensors.of(request)
+    tensors = CheckpointTensors.of(request)
     model_state = _model_state(request)
     record = request.checkpoint.record
     updates = record.optimizer_updates if tensors.has_moments else 0
@@ -51,7 +50,7 @@ def write_universal(request: OutputRequest) -> Path:
         zero = folder / name / "zero"
         for ours, rule in tensors.rules.items():
             parameter = zero / parameter_name(ours, request.naming, request.model)
-            split = _how_to_split(rule, request.keep_padding)
+            split = _split_fields(rule, request.keep_padding)
             weight = tensors.part(ours, "weight", request.order, rows=rows).float()
             write_object(parameter / "fp32.pt", {"param": weight, **split})
             for kind in MOMENTS:
@@ -61,14 +60,14 @@ def write_universal(request: OutputRequest) -> Path:
             write_object(parameter / "step.pt", torch.tensor(float(updates)))
         write_object(zero / "optimizer_state.pt", _optimizer_state(updates))
         for rank in range(request.tensor_ranks * request.stages):
-            for prefix in ("", "zero_pp_rank_0_"):  # the second is what ZeRO-3 looks for
+            for prefix in ("", "zero_pp_rank_0_"):  # the second for ZeRO 3
                 write_object(folder / name / f"{prefix}mp_rank_{rank:02d}_model_states.pt", model_state)
         write_text(folder / _POINTER, name)
     return request.target / name
 
 
-def _how_to_split(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
-    """What the loader must know to divide a tensor over ranks; nothing where each has all of it."""
+def _split_fields(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
+    """The fields by which the loader shards a tensor; empty if replicated."""
     if rule.split is None:
         return {}
     split: dict[str, Any] = {"cat_dim": int(rule.name.endswith(ROW_PARALLEL))}
@@ -80,12 +79,9 @@ def _how_to_split(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
 
 
 def _optimizer_state(updates: int) -> dict[str, Any]:
-    """The parameter groups, of matrices and of the rest, for ZeRO 1 and 2 and, one level deeper, for ZeRO 3.
-
-    They hold no learning rate or decay, so that the values of the program that loads them stay. The loader of ZeRO 3
-    gives all its groups the one counter in `state`, so it is a number as in DeepSpeed's own Adam, not a tensor that the
-    groups would count up together.
-    """
+    """The parameter groups (matrices, others) for ZeRO 1 and 2 and, nested, for ZeRO 3."""
+    # Without learning rate and decay, so that the loading program keeps its own. The loader of ZeRO 3 shares the
+    # counter in `state` among its groups: it is a number, since each group would increment a tensor.
     groups = [{"params": [], "step": updates} for _ in range(2)]
     state = {0: {"step": updates}}
     return {
@@ -96,7 +92,7 @@ def _optimizer_state(updates: int) -> dict[str, Any]:
 
 
 def _model_state(request: OutputRequest) -> dict[str, Any]:
-    """What DeepSpeed's engine and the program around it read from `mp_rank_XX_model_states.pt`."""
+    """The content of `mp_rank_XX_model_states.pt`."""
     progress, described = request.checkpoint.record.progress, request.described
     return {
         "module": None,

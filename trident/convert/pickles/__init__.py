@@ -1,5 +1,5 @@
-"""Reads pickled files of other programs without executing them, in a child process with limits.
+"""Reads pickled files of other programs without executing them, in a child process with resource limits.
 
-`reader` is for callers. The modules that the child imports (`unpickler`, `containers`, `child`) need the standard
-library only, so that it starts quickly and stays small.
+`reader` is the interface. The modules that the child imports (`unpickler`, `containers`, `child`) require only the
+standard library, so that it starts quickly and stays small.
 """

@@ -1,9 +1,9 @@
 """The child process that unpickles: `python -m trident.convert.pickles.child MEMORY SECONDS`.
 
-It gets files as open descriptors and the ranges to read on its standard input, gives up every right that it can
-(new files, sockets, processes, memory, time), and only then reads the first byte. The answer is one line of JSON that
-cannot grow beyond the number of values: every container is described once and referred to by number. Texts, numbers,
-true, false and null stand for themselves; `[n]` refers to value n of the list, which comes before.
+It inherits files as open descriptors, receives the ranges to read on standard input and limits itself (files, sockets,
+processes, memory, time) before it reads the first byte. The response is one line of JSON whose size is bounded by the
+number of values: every container is described once and referred to by index. Strings, numbers, true, false and null are
+literal; `[n]` refers to entry n, which precedes it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 from trident.convert.pickles.containers import FileRange, read_range
 from trident.convert.pickles.unpickler import (
-    AdmittedName,
+    AllowedGlobal,
     NumberArray,
     NumberType,
     RefusedError,
-    StandIn,
     StorageBytes,
-    TensorPlace,
+    Stub,
+    TensorView,
     shown,
 )
 
@@ -32,46 +32,46 @@ Entry = list[Any]
 _DEEPEST = 200
 _MOST_COPIES = 64
 _MOST_BITS = 256
-_ALWAYS_ADMITTED = 2**22
+_ALWAYS_ALLOWED = 2**22
 
 
-def main(words: list[str]) -> None:
-    """Answers one request.
+def main(argv: list[str]) -> None:
+    """Handles one request.
 
     Args:
-        words: bytes of memory, seconds of processor time.
+        argv: bytes of memory, seconds of processor time.
     """
-    memory_bytes, processor_seconds = map(int, words)
-    _give_up_rights(memory_bytes, processor_seconds)
-    text = json.dumps(_answers(memory_bytes)).encode()
+    memory_bytes, processor_seconds = map(int, argv)
+    _limit_resources(memory_bytes, processor_seconds)
+    text = json.dumps(_responses(memory_bytes)).encode()
     while text:
         text = text[os.write(1, text) :]
 
 
-def _answers(memory_bytes: int) -> list[dict[str, Any]]:
+def _responses(memory_bytes: int) -> list[dict[str, Any]]:
     request = bytearray()
     while block := os.read(0, 2**16):
         request += block
 
-    def range_of(file: int, begin: int, end: int) -> FileRange:
-        return FileRange(lambda offset_bytes, count: os.pread(file, count, offset_bytes), begin, end)
+    def file_range(file: int, start: int, end: int) -> FileRange:
+        return FileRange(lambda offset_bytes, count: os.pread(file, count, offset_bytes), start, end)
 
-    return [_answer(range_of(*row), memory_bytes) for row in json.loads(bytes(request))]
+    return [_response(file_range(*row), memory_bytes) for row in json.loads(bytes(request))]
 
 
-def _answer(file: FileRange, memory_bytes: int) -> dict[str, Any]:
+def _response(file: FileRange, memory_bytes: int) -> dict[str, Any]:
     try:
         return _Describer().describe(read_range(file))
     except RefusedError as failure:
         return {"refused": str(failure)}
     except MemoryError:
-        return {"refused": f"it needs more than the {memory_bytes} bytes of memory that reading may take"}
-    except Exception as failure:  # damage that no check foresees is refused as well
+        return {"refused": f"reading it takes more than {memory_bytes} bytes of memory"}
+    except Exception as failure:  # damage that no check covers
         return {"refused": f"it is damaged ({type(failure).__name__}: {shown(str(failure))})"}
 
 
-def _give_up_rights(memory_bytes: int, processor_seconds: int) -> None:
-    """Sets limits that cannot be raised again. Without new descriptors no file, socket or pipe can be opened."""
+def _limit_resources(memory_bytes: int, processor_seconds: int) -> None:
+    """Sets hard limits. Without new descriptors no file, socket or pipe can be opened."""
     limits = {
         resource.RLIMIT_AS: memory_bytes,
         resource.RLIMIT_CPU: processor_seconds,
@@ -89,14 +89,14 @@ def _give_up_rights(memory_bytes: int, processor_seconds: int) -> None:
 class _Describer:
     """Visits values without recursion: children first, each once.
 
-    It refuses a value that contains itself, is nested too deeply, or would be far larger if nothing in it were shared.
+    Rejects a value that contains itself, is nested too deeply, or would be far larger without sharing.
     """
 
     def __init__(self) -> None:
         self._numbers: dict[int, int | None] = {}  # by identity; None while the value's children are visited
         self._entries: list[Entry] = []
         self._depths: list[int] = []
-        self._sizes: list[int] = []  # number of values that an entry would hold if none were shared
+        self._sizes: list[int] = []  # number of values in an entry without sharing
 
     def describe(self, value: Any) -> dict[str, Any]:
         pending = [value]
@@ -128,7 +128,7 @@ class _Describer:
         size = 1 + count + sum(self._sizes[child] for child in children)
         if depth > _DEEPEST:
             raise RefusedError(f"its values are nested more than {_DEEPEST} deep")
-        if size > max(_ALWAYS_ADMITTED, _MOST_COPIES * len(self._entries)):
+        if size > max(_ALWAYS_ALLOWED, _MOST_COPIES * len(self._entries)):
             raise RefusedError(f"a value of it has {size if size < 2**64 else 'more than 2^64'} values in it")
         self._depths.append(depth)
         self._sizes.append(size)
@@ -139,7 +139,7 @@ class _Describer:
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        raise RefusedError(f"an integer of {value.bit_length()} bits is not admitted")
+        raise RefusedError(f"an integer of {value.bit_length()} bits is not allowed")
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -148,7 +148,7 @@ def _children(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, dict):
         return [side for pair in value.items() for side in pair]
-    if isinstance(value, StandIn):
+    if isinstance(value, Stub):
         return [value.arguments, value.state]
     return []
 
@@ -160,15 +160,15 @@ def _entry(value: Any, refer: Callable[[Any], Any]) -> Entry:
         return ["tuple", [refer(item) for item in value]]
     if isinstance(value, dict):
         return ["table", [[refer(key), refer(item)] for key, item in value.items()]]
-    if isinstance(value, StandIn):
+    if isinstance(value, Stub):
         return ["object", value.name, refer(value.arguments), refer(value.state)]
-    if isinstance(value, TensorPlace):
+    if isinstance(value, TensorView):
         storage = value.storage
-        place = [storage.begin_bytes, storage.size_bytes, value.dtype, value.offset, value.shape, value.strides]
-        return ["tensor", *place]
+        view = [storage.start_bytes, storage.size_bytes, value.dtype, value.offset, value.shape, value.strides]
+        return ["tensor", *view]
     if isinstance(value, NumberArray):
         return ["array", value.code, value.shape, value.numbers]
-    if isinstance(value, AdmittedName):
+    if isinstance(value, AllowedGlobal):
         return ["name", value.text]
     if isinstance(value, NumberType):
         return ["name", f"numpy.{value.code}"]

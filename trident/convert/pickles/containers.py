@@ -1,11 +1,11 @@
-"""The files that hold pickles: torch's zip archives, its older files without zip, and bare pickles.
+"""Files that contain pickles: torch's zip archives, its legacy files without zip, and bare pickles.
 
-Source: torch 2.13, `torch/serialization.py` (`_save`, `_legacy_save`). Archives never hold compressed entries.
+Source: torch 2.13, `torch/serialization.py` (`_save`, `_legacy_save`). Archives never have compressed entries.
 """
 
 from __future__ import annotations
 
-import encodings.cp437  # noqa: F401  zip names need it, and by then no file can be opened any more
+import encodings.cp437  # noqa: F401  required by zip names; later no file can be opened
 import io
 import itertools
 import struct
@@ -32,13 +32,13 @@ _CHECKED_BYTES = 2**22
 
 
 class FileRange(io.RawIOBase):
-    """A range of an open file as a file of its own; needs no other file descriptor."""
+    """A range of an open file as a file object; requires no other file descriptor."""
 
-    def __init__(self, read_at: Callable[[int, int], bytes], begin_bytes: int, end_bytes: int) -> None:
+    def __init__(self, read_at: Callable[[int, int], bytes], start_bytes: int, end_bytes: int) -> None:
         super().__init__()
         self.read_at = read_at
-        self.begin, self.end = begin_bytes, end_bytes
-        self._place = 0
+        self.start, self.end = start_bytes, end_bytes
+        self._offset = 0
 
     def seekable(self) -> bool:
         return True
@@ -47,29 +47,29 @@ class FileRange(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self.end - self.begin}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self.end - self.start}[whence]
         if base + offset < 0:
-            raise OSError("a place before the beginning of the file")
-        self._place = base + offset
-        return self._place
+            raise OSError("an offset before the start of the file")
+        self._offset = base + offset
+        return self._offset
 
     def tell(self) -> int:
-        return self._place
+        return self._offset
 
     def readinto(self, target: Any) -> int:
-        count = max(0, min(len(target), self.end - self.begin - self._place))
-        content = self.read_at(self.begin + self._place, count) if count else b""
+        count = max(0, min(len(target), self.end - self.start - self._offset))
+        content = self.read_at(self.start + self._offset, count) if count else b""
         target[: len(content)] = content
-        self._place += len(content)
+        self._offset += len(content)
         return len(content)
 
 
 class _PickleFile(io.BufferedReader):
-    """A range of a file that refuses to read more than it holds: the memory would be taken first."""
+    """A range of a file that rejects reads beyond its end, before their memory is allocated."""
 
     def __init__(self, file: FileRange) -> None:
         super().__init__(file, _BUFFER_BYTES)
-        self._size_bytes = file.end - file.begin
+        self._size_bytes = file.end - file.start
 
     def read(self, count: int | None = -1) -> bytes:
         if count is not None and count > self._size_bytes - self.tell():
@@ -78,21 +78,21 @@ class _PickleFile(io.BufferedReader):
 
 
 def read_range(file: FileRange) -> Any:
-    """The value in a range of a file: an archive of torch, an older file of torch, or a bare pickle.
+    """Reads the value in a range of a file: an archive of torch, a legacy file of torch, or a bare pickle.
 
     Raises:
-        RefusedError: it is none of them, is damaged, or asks for something that is not admitted.
+        RefusedError: its format is unknown, it is damaged, or it uses something that is not allowed.
     """
-    start = file.read_at(file.begin, min(4, file.end - file.begin))
-    if start == b"PK\x03\x04":
+    magic = file.read_at(file.start, min(4, file.end - file.start))
+    if magic == b"PK\x03\x04":
         return _Archive(file).load()
-    if not start or start[0] != 0x80:
-        raise RefusedError(f"it begins with the bytes {start.hex() or 'of an empty file'}, neither a zip nor a pickle")
-    return _OlderFile(file).load()
+    if not magic or magic[0] != 0x80:
+        raise RefusedError(f"it starts with the bytes {magic.hex() or 'of an empty file'}, neither a zip nor a pickle")
+    return _LegacyFile(file).load()
 
 
 class _Archive:
-    """A zip file as torch.save writes it: `NAME/data.pkl`, and the bytes of each storage as `NAME/data/KEY`."""
+    """A zip file of torch.save: `NAME/data.pkl`, and the bytes of each storage as `NAME/data/KEY`."""
 
     def __init__(self, file: FileRange) -> None:
         self._file = file
@@ -106,7 +106,7 @@ class _Archive:
             raise RefusedError(f"its zip directory has {len(entries)} entries")
         self._entries = {entry.filename: entry for entry in entries}
         if len(self._entries) != len(entries):
-            raise RefusedError("its zip directory has two entries of one name")
+            raise RefusedError("its zip directory has two entries with one name")
         for entry in entries:
             self._check(entry)
         self._check_overlaps(entries)
@@ -117,138 +117,137 @@ class _Archive:
             raise RefusedError(f"the zip file has {len(pickles)} entries NAME/data.pkl; torch.save writes one")
         self._folder = pickles[0].removesuffix("data.pkl")
         order = self._entries.get(self._folder + "byteorder")
-        if order is not None and self._file.read_at(self._begin(order), min(order.file_size, 16)) != b"little":
+        if order is not None and self._file.read_at(self._start(order), min(order.file_size, 16)) != b"little":
             raise RefusedError("its tensors are not stored little-endian")
         entry = self._entries[pickles[0]]
         if entry.file_size > _LARGEST_PICKLE_BYTES:
             raise RefusedError(f"its pickle has {entry.file_size} bytes")
-        begin = self._checked_begin(entry)
-        content = _PickleFile(FileRange(self._file.read_at, begin, begin + entry.file_size))
+        start = self._checked_start(entry)
+        content = _PickleFile(FileRange(self._file.read_at, start, start + entry.file_size))
         return InertUnpickler(content, self._storage).load()
 
     def _check(self, entry: zipfile.ZipInfo) -> None:
         name = entry.filename
         if name.startswith("/") or ".." in name.split("/") or "\\" in name or "\0" in name:
-            raise RefusedError(f"its zip directory has the entry {shown(name)}, which leads out of the archive")
+            raise RefusedError(f"its zip directory has the entry {shown(name)}, which is outside the archive")
         if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
             raise RefusedError(f"entry {shown(name)} of the zip file is compressed, which torch.save never does")
         if entry.flag_bits & 0x1:
             raise RefusedError(f"entry {shown(name)} of the zip file is encrypted")
-        if entry.header_offset < 0 or entry.header_offset + entry.file_size > self._file.end - self._file.begin:
-            raise RefusedError(f"entry {shown(name)} of the zip file reaches beyond its end")
+        if entry.header_offset < 0 or entry.header_offset + entry.file_size > self._file.end - self._file.start:
+            raise RefusedError(f"entry {shown(name)} of the zip file extends beyond its end")
 
     def _check_overlaps(self, entries: list[zipfile.ZipInfo]) -> None:
-        placed = sorted(entries, key=lambda entry: entry.header_offset)
-        for entry, following in itertools.pairwise(placed):
+        ordered = sorted(entries, key=lambda entry: entry.header_offset)
+        for entry, following in itertools.pairwise(ordered):
             if entry.header_offset + _LOCAL_HEADER.size + entry.file_size > following.header_offset:
                 raise RefusedError(
                     f"entries {shown(entry.filename)} and {shown(following.filename)} of the zip file overlap"
                 )
 
-    def _begin(self, entry: zipfile.ZipInfo) -> int:
-        """Offset in the file of an entry's first byte; the header in front of it has a length of its own."""
-        start = self._file.begin + entry.header_offset
-        header = self._file.read_at(start, _LOCAL_HEADER.size)
+    def _start(self, entry: zipfile.ZipInfo) -> int:
+        """Offset of an entry's first byte in the file, after a header of variable length."""
+        header_start = self._file.start + entry.header_offset
+        header = self._file.read_at(header_start, _LOCAL_HEADER.size)
         if len(header) < _LOCAL_HEADER.size:
-            raise RefusedError(f"entry {shown(entry.filename)} of the zip file is cut off")
-        mark, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-        name = self._file.read_at(start + _LOCAL_HEADER.size, name_bytes)
-        begin = start + _LOCAL_HEADER.size + name_bytes + extra_bytes
-        if mark != b"PK\x03\x04" or name != entry.orig_filename.encode():
-            raise RefusedError(f"entry {shown(entry.filename)} of the zip file is not where its directory says")
-        if begin + entry.file_size > self._file.end:
-            raise RefusedError(f"entry {shown(entry.filename)} of the zip file reaches beyond its end")
-        return begin
+            raise RefusedError(f"entry {shown(entry.filename)} of the zip file is truncated")
+        magic, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+        name = self._file.read_at(header_start + _LOCAL_HEADER.size, name_bytes)
+        start = header_start + _LOCAL_HEADER.size + name_bytes + extra_bytes
+        if magic != b"PK\x03\x04" or name != entry.orig_filename.encode():
+            raise RefusedError(f"entry {shown(entry.filename)} of the zip file is not at the offset of its directory")
+        if start + entry.file_size > self._file.end:
+            raise RefusedError(f"entry {shown(entry.filename)} of the zip file extends beyond its end")
+        return start
 
-    def _checked_begin(self, entry: zipfile.ZipInfo) -> int:
-        """The same, where the entry's bytes have the checksum of the directory; 0 stands for none computed."""
-        begin, checksum = self._begin(entry), 0
-        for place in range(begin, begin + entry.file_size, _CHECKED_BYTES):
-            count = min(_CHECKED_BYTES, begin + entry.file_size - place)
-            checksum = zlib.crc32(self._file.read_at(place, count), checksum)
+    def _checked_start(self, entry: zipfile.ZipInfo) -> int:
+        """Offset of an entry's first byte, after its checksum was verified; 0 in the directory means no checksum."""
+        start, checksum = self._start(entry), 0
+        for offset in range(start, start + entry.file_size, _CHECKED_BYTES):
+            count = min(_CHECKED_BYTES, start + entry.file_size - offset)
+            checksum = zlib.crc32(self._file.read_at(offset, count), checksum)
         if entry.CRC not in (0, checksum):
             raise RefusedError(
-                f"entry {shown(entry.filename)} of the zip file is damaged: its checksum is {checksum:08x}, and the "
-                f"directory says {entry.CRC:08x}"
+                f"entry {shown(entry.filename)} of the zip file is damaged: its checksum is {checksum:08x}, expected "
+                f"{entry.CRC:08x}"
             )
-        return begin
+        return start
 
     def _storage(self, identity: Any) -> StorageBytes:
         dtype, key, _, numel = _storage_identity(identity, 5)
         known = self._storages.get(key)
         entry = self._entries.get(f"{self._folder}data/{key}")
         if entry is None:
-            raise RefusedError(f"the pickle refers to storage {shown(key)}, which the zip file does not hold")
+            raise RefusedError(f"the pickle refers to storage {shown(key)}, which the zip file does not contain")
         width = ITEM_BYTES[dtype] if dtype else 1
         if numel * width != entry.file_size:
             raise RefusedError(
-                f"storage {shown(key)} has {entry.file_size} bytes, but the pickle says {numel} elements of {width}"
+                f"storage {shown(key)} has {entry.file_size} bytes, but the pickle expects {numel} elements of {width}"
             )
         if known is None or known.dtype != dtype:
-            known = self._storages[key] = StorageBytes(self._checked_begin(entry), entry.file_size, dtype)
+            known = self._storages[key] = StorageBytes(self._checked_start(entry), entry.file_size, dtype)
         return known
 
 
-class _OlderFile:
-    """Either a bare pickle, or what torch wrote before 1.6: pickles in a row, then the storages."""
+class _LegacyFile:
+    """A bare pickle, or torch's format before 1.6: several pickles, then the storages."""
 
     def __init__(self, file: FileRange) -> None:
         self._file = file
-        self._asked: dict[str, tuple[str | None, int]] = {}
-        self._made: dict[str, StorageBytes] | None = None
+        self._referenced: dict[str, tuple[str | None, int]] = {}
+        self._storages: dict[str, StorageBytes] = {}
 
     def load(self) -> Any:
-        content = _PickleFile(FileRange(self._file.read_at, self._file.begin, self._file.end))
+        content = _PickleFile(FileRange(self._file.read_at, self._file.start, self._file.end))
         first = InertUnpickler(content, _no_storages).load()
         if first != _LEGACY_MAGIC or type(first) is not int:
             return first
         version = InertUnpickler(content, _no_storages).load()
         if version != 1001:
-            raise RefusedError(f"the file has torch's older format in version {shown(version)}; 1001 is known")
-        InertUnpickler(content, _no_storages).load()  # byte order and sizes of the machine that wrote it
+            raise RefusedError(f"the file has torch's legacy format in unknown version {shown(version)}; 1001 is known")
+        InertUnpickler(content, _no_storages).load()  # byte order and type sizes of the machine that wrote it
         start = content.tell()
-        InertUnpickler(content, self._announce).load()
+        InertUnpickler(content, self._reference).load()
         keys = InertUnpickler(content, _no_storages).load()
-        self._made = self._placed(keys, self._file.begin + content.tell())
+        self._storages = self._located(keys, self._file.start + content.tell())
         content.seek(start)
         return InertUnpickler(content, self._storage).load()
 
-    def _announce(self, identity: Any) -> StorageBytes:
-        """Notes a storage on the first reading, when it is not known yet where it is."""
+    def _reference(self, identity: Any) -> StorageBytes:
+        """Registers a storage in the first pass, before its offset is known."""
         dtype, key, view, numel = _storage_identity(identity, 6)
         if view is not None:
-            raise RefusedError("the pickle refers to a part of a storage, which is not admitted")
+            raise RefusedError("the pickle refers to a part of a storage, which is not allowed")
         width = ITEM_BYTES[dtype] if dtype else 1
-        self._asked[key] = (dtype, numel * width)
+        self._referenced[key] = (dtype, numel * width)
         return StorageBytes(0, numel * width, dtype)
 
-    def _placed(self, keys: Any, position: int) -> dict[str, StorageBytes]:
+    def _located(self, keys: Any, offset: int) -> dict[str, StorageBytes]:
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
             raise RefusedError(f"the list of storages is {shown(keys)}")
-        made = {}
+        storages = {}
         for key in keys:
-            if key not in self._asked or key in made:
-                raise RefusedError(f"the file holds storage {shown(key)}, which the pickle does not ask for once")
-            dtype, size_bytes = self._asked[key]
-            count = int.from_bytes(self._file.read_at(position, 8), "little")
-            if count * (ITEM_BYTES[dtype] if dtype else 1) != size_bytes or position + 8 + size_bytes > self._file.end:
-                raise RefusedError(f"storage {shown(key)} should have {size_bytes} bytes, but the file says otherwise")
-            made[key] = StorageBytes(position + 8, size_bytes, dtype)
-            position += 8 + size_bytes
-        return made
+            if key not in self._referenced or key in storages:
+                raise RefusedError(f"the file has storage {shown(key)}, which the pickle does not use exactly once")
+            dtype, size_bytes = self._referenced[key]
+            count = int.from_bytes(self._file.read_at(offset, 8), "little")
+            if count * (ITEM_BYTES[dtype] if dtype else 1) != size_bytes or offset + 8 + size_bytes > self._file.end:
+                raise RefusedError(f"storage {shown(key)} must have {size_bytes} bytes, but has another size")
+            storages[key] = StorageBytes(offset + 8, size_bytes, dtype)
+            offset += 8 + size_bytes
+        return storages
 
     def _storage(self, identity: Any) -> StorageBytes:
         _, key, _, _ = _storage_identity(identity, 6)
-        storage = (self._made or {}).get(key)
-        if storage is None:
-            raise RefusedError(f"the pickle refers to storage {shown(key)}, which the file does not hold")
-        return storage
+        if key not in self._storages:
+            raise RefusedError(f"the pickle refers to storage {shown(key)}, which the file does not contain")
+        return self._storages[key]
 
 
 def _storage_identity(identity: Any, length: int) -> tuple[str | None, str, Any, int]:
     """Element type, key, view and number of elements of a persistent id."""
     if not isinstance(identity, tuple) or len(identity) != length or identity[0] != "storage":
-        raise RefusedError(f"the pickle refers to something outside of it by {shown(identity)}")
+        raise RefusedError(f"the pickle has the invalid persistent id {shown(identity)}")
     _, name, key, _, numel = identity[:5]
     if not isinstance(key, str) or type(numel) is not int or not 0 <= numel < 2**60:
         raise RefusedError(f"the pickle refers to storage {shown(key)} of {shown(numel)} elements")
@@ -256,4 +255,4 @@ def _storage_identity(identity: Any, length: int) -> tuple[str | None, str, Any,
 
 
 def _no_storages(identity: Any) -> Any:
-    raise RefusedError(f"the pickle refers to {shown(identity)} outside of it, where nothing can be")
+    raise RefusedError(f"the pickle has the persistent id {shown(identity)}, but no storages")

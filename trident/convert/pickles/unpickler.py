@@ -1,8 +1,8 @@
-"""Python's unpickler with every name replaced: what a pickle calls is a function here, made for inert values.
+"""Python's unpickler with an inert replacement for every global that a pickle names.
 
-Nothing that a pickle names is looked up: `find_class` gives a class of ours for each admitted name and refuses the
-others. A pickle becomes plain values, places of tensors in a file, and stand-ins for the rest. Unpickling hands a state
-to `__setstate__`; without that method it would set any attribute, so every class here has it.
+No global of a pickle is imported: `find_class` returns a replacement for each allowed name and rejects the others. A
+pickle becomes plain values, views of tensors in a file, and stubs for other objects. Unpickling passes a state to
+`__setstate__`; without this method it would set arbitrary attributes, so every class here defines it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
-# Bytes per element of the torch types that are admitted.
+# Bytes per element of the allowed torch types.
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -35,10 +35,10 @@ _STRUCT_CODES = {
     "b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
     "f2": "e", "f4": "f", "f8": "d",
 }  # fmt: skip
-# Classes whose objects are kept as stand-ins: name and content, no behaviour.
+# Classes whose objects become stubs: name and content without behaviour.
 _FOREIGN_PREFIXES = ("megatron.", "deepspeed.", "torch.distributed.checkpoint.", "transformer_engine.")
 _FOREIGN_NAMES = frozenset({*NAMESPACES, "signal.Signals", "_io.BytesIO"})
-# Names that appear as values only, such as the factory of a defaultdict.
+# Names that are only used as values, such as the factory of a defaultdict.
 _VALUE_NAMES = frozenset(
     {
         *(f"builtins.{name}" for name in ("dict", "list", "int", "float", "str", "tuple", "bool", "set", "long")),
@@ -64,14 +64,11 @@ _STORAGE_TYPES = {
 
 
 class RefusedError(Exception):
-    """A pickle asks for something that is not admitted; the text says for what."""
+    """A pickle uses something that is not allowed."""
 
 
-class AdmittedName(type):
-    """The type of the classes that take the place of names in a pickle; nothing of such a name is ever imported.
-
-    They are classes because unpickling makes objects only of classes.
-    """
+class AllowedGlobal(type):
+    """Metaclass of the replacements for globals in a pickle; they are classes because unpickling instantiates them."""
 
     text: str
 
@@ -83,22 +80,22 @@ class AdmittedName(type):
 
 
 class _Stateless:
-    """An object that takes no state from a pickle."""
+    """An object that rejects a state from a pickle."""
 
     def __setstate__(self, state: Any) -> None:
         raise RefusedError(f"the file gives {shown(self)} a state")
 
 
 class InertDict(dict[Any, Any]):
-    """A dictionary of a class of its own; the attributes that an OrderedDict may have say nothing."""
+    """A dictionary that ignores a state: an OrderedDict may have attributes."""
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, dict):
             raise RefusedError(f"the file gives {shown(self)} a state")
 
 
-class StandIn:
-    """An object of a foreign class: what it would have been made of."""
+class Stub:
+    """An object of a foreign class: its arguments and state."""
 
     def __init__(self, name: str, arguments: tuple[Any, ...]) -> None:
         self.name = name
@@ -113,19 +110,19 @@ class StandIn:
 
 @dataclass(frozen=True, eq=False)
 class StorageBytes(_Stateless):
-    """A run of bytes of the file that tensors are views of.
+    """A range of bytes in the file, of which tensors are views.
 
     Args:
-        dtype: name of the element type, without "torch."; None for bytes whose type the tensor names.
+        dtype: name of the element type, without "torch."; None if the tensor has it.
     """
 
-    begin_bytes: int
+    start_bytes: int
     size_bytes: int
     dtype: str | None
 
 
 @dataclass(frozen=True, eq=False)
-class TensorPlace(_Stateless):
+class TensorView(_Stateless):
     """A tensor as a view of a storage; `offset` and `strides` count elements."""
 
     storage: StorageBytes
@@ -136,11 +133,11 @@ class TensorPlace(_Stateless):
 
 
 class NumberType:
-    """A numpy element type: kind and width, such as f8; its byte order comes with its state."""
+    """A numpy element type, such as f8; its state contains the byte order."""
 
     def __init__(self, code: Any, *_: Any) -> None:
         if not isinstance(code, str) or code not in _STRUCT_CODES:
-            raise RefusedError(f"numpy type {shown(code)} is not admitted")
+            raise RefusedError(f"numpy type {shown(code)} is not allowed")
         self.code = code
         self._is_little_endian = True
 
@@ -151,10 +148,10 @@ class NumberType:
         self._is_little_endian = order != ">"
 
     def numbers(self, content: bytes, count: int) -> tuple[float, ...]:
-        """The numbers that bytes encode.
+        """Decodes numbers.
 
         Raises:
-            RefusedError: the bytes hold another number of them, or too many.
+            RefusedError: the number of bytes is wrong or too large.
         """
         if count * int(self.code[1:]) != len(content) or len(content) > _LARGEST_ARRAY_BYTES:
             raise RefusedError(f"{count} numpy numbers of type {self.code} are stored in {len(content)} bytes")
@@ -162,7 +159,7 @@ class NumberType:
 
 
 class NumberArray:
-    """A numpy array: made empty, filled by its state."""
+    """A numpy array, filled by its state."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
@@ -181,7 +178,7 @@ class NumberArray:
 
 
 def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """A tuple or list of integers >= 0, at most 16 of them.
+    """Checks and returns a tuple or list of up to 16 integers >= 0.
 
     Raises:
         RefusedError: it is something else.
@@ -195,8 +192,8 @@ def whole_numbers(values: Any, what: str) -> tuple[int, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value as it appears in an error text, short whatever it holds."""
-    if isinstance(value, AdmittedName):
+    """A short text of a value, for error messages."""
+    if isinstance(value, AllowedGlobal):
         value = value.text
     if isinstance(value, bool | float | str) or value is None or (isinstance(value, int) and abs(value) < 2**64):
         text = value if isinstance(value, str) else repr(value)
@@ -205,42 +202,42 @@ def shown(value: Any) -> str:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Unpickles one value after another of a file, each by an unpickler of its own.
+    """Unpickles one value of a file.
 
     Args:
-        persistent: gives the value of a persistent id, by which torch refers to tensors' bytes.
+        persistent: resolves a persistent id, which refers to the bytes of a tensor in torch's formats.
     """
 
     def __init__(self, file: BinaryIO, persistent: Callable[[Any], Any]) -> None:
         super().__init__(file, encoding="latin-1")
         self._persistent = persistent
 
-    def find_class(self, module: str, name: str) -> AdmittedName:
-        return _stand_in_class(_admitted_text(module, name))
+    def find_class(self, module: str, name: str) -> AllowedGlobal:
+        return _global_class(_allowed_name(module, name))
 
     def persistent_load(self, identity: Any) -> Any:
         return self._persistent(identity)
 
 
 @functools.cache
-def _stand_in_class(text: str) -> AdmittedName:
-    return AdmittedName("AdmittedName", (), {"text": text, "__new__": _construct})
+def _global_class(text: str) -> AllowedGlobal:
+    return AllowedGlobal("AllowedGlobal", (), {"text": text, "__new__": _construct})
 
 
 def storage_type(name: Any) -> str | None:
-    """The element type of a storage class; None for one without a type.
+    """The element type of a storage class; None for an untyped storage.
 
     Raises:
         RefusedError: it is not a storage class.
     """
-    if isinstance(name, AdmittedName):
+    if isinstance(name, AllowedGlobal):
         module, _, last = name.text.rpartition(".")
         if module in ("torch", "torch.storage", "torch.cuda") and last in _STORAGE_TYPES:
             return _STORAGE_TYPES[last]
     raise RefusedError(f"{shown(name)} is not a known kind of tensor storage")
 
 
-def _admitted_text(module: str, name: str) -> str:
+def _allowed_name(module: str, name: str) -> str:
     module = "builtins" if module == "__builtin__" else module  # its name in protocol 2
     text = f"{module}.{name}"
     if text in ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"):
@@ -259,26 +256,26 @@ def _admitted_text(module: str, name: str) -> str:
         or (module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGE_TYPES)
     )
     if not is_known:
-        raise RefusedError(f"the file names {shown(text)}, which is not admitted")
+        raise RefusedError(f"the file names {shown(text)}, which is not allowed")
     return text
 
 
-def _construct(called: AdmittedName, *arguments: Any, **keywords: Any) -> Any:
-    """The inert value of a call."""
+def _construct(called: AllowedGlobal, *arguments: Any, **keywords: Any) -> Any:
+    """Returns the inert result of a call."""
     if keywords:
-        raise RefusedError("the pickle makes an object with keyword arguments")
+        raise RefusedError("the pickle creates an object with keyword arguments")
     make = _CONSTRUCTORS.get(called.text)
     if make is None:
         if called.text in _FOREIGN_NAMES or called.text.startswith(_FOREIGN_PREFIXES):
-            return StandIn(called.text, arguments)
-        raise RefusedError(f"the file calls {called.text}, which is not admitted")
+            return Stub(called.text, arguments)
+        raise RefusedError(f"the file calls {called.text}, which is not allowed")
     try:
         return make(*arguments)
-    except TypeError as failure:  # another number of arguments
+    except TypeError as failure:  # wrong number of arguments
         raise RefusedError(f"the file calls {called.text} with {len(arguments)} arguments") from failure
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorPlace:
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> TensorView:
     if not isinstance(storage, StorageBytes) or storage.dtype is None:
         raise RefusedError(f"a tensor is made of {shown(storage)}, not of a typed storage")
     return _view(storage, storage.dtype, offset, shape, strides)
@@ -286,14 +283,14 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Ten
 
 def _typed_tensor(
     storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
-) -> TensorPlace:
-    name = dtype.text.removeprefix("torch.") if isinstance(dtype, AdmittedName) else ""
+) -> TensorView:
+    name = dtype.text.removeprefix("torch.") if isinstance(dtype, AllowedGlobal) else ""
     if not isinstance(storage, StorageBytes) or name not in ITEM_BYTES:
         raise RefusedError(f"a tensor is made of {shown(storage)} with the element type {shown(dtype)}")
     return _view(storage, name, offset, shape, strides)
 
 
-def _view(storage: StorageBytes, dtype: str, offset: Any, shape: Any, strides: Any) -> TensorPlace:
+def _view(storage: StorageBytes, dtype: str, offset: Any, shape: Any, strides: Any) -> TensorView:
     sizes, steps = whole_numbers(shape, "the shape of a tensor"), whole_numbers(strides, "the strides of a tensor")
     (first,) = whole_numbers((offset,), "the offset of a tensor")
     if len(sizes) != len(steps):
@@ -306,15 +303,15 @@ def _view(storage: StorageBytes, dtype: str, offset: Any, shape: Any, strides: A
             f"a tensor of {numel} elements from element {first} on needs more than the {storage.size_bytes} bytes of "
             "its storage"
         )
-    return TensorPlace(storage, dtype, first, sizes, steps)
+    return TensorView(storage, dtype, first, sizes, steps)
 
 
-def _subclass(function: Any, owner: Any, arguments: Any, *_: Any) -> TensorPlace:
-    """A tensor with attributes of its own, which are left out."""
+def _subclass(function: Any, owner: Any, arguments: Any, *_: Any) -> TensorView:
+    """A tensor with attributes, which are dropped."""
     if (
-        not isinstance(function, AdmittedName)
+        not isinstance(function, AllowedGlobal)
         or function.text not in _TENSOR_CALLS
-        or not isinstance(owner, AdmittedName)
+        or not isinstance(owner, AllowedGlobal)
     ):
         raise RefusedError(f"a tensor is rebuilt by {shown(function)}")
     if not isinstance(arguments, tuple):
@@ -322,8 +319,8 @@ def _subclass(function: Any, owner: Any, arguments: Any, *_: Any) -> TensorPlace
     return _parameter(_construct(function, *arguments))
 
 
-def _parameter(data: Any, *_: Any) -> TensorPlace:
-    if not isinstance(data, TensorPlace):
+def _parameter(data: Any, *_: Any) -> TensorView:
+    if not isinstance(data, TensorView):
         raise RefusedError(f"a parameter is made of {shown(data)}, not of a tensor")
     return data
 
@@ -333,11 +330,11 @@ def _size(values: Any = ()) -> tuple[int, ...]:
 
 
 def _table(*values: Any) -> InertDict:
-    if any(not isinstance(value, AdmittedName | list | tuple) for value in values):
+    if any(not isinstance(value, AllowedGlobal | list | tuple) for value in values):
         raise RefusedError(f"a dictionary is made of {shown(values[0])}")
     table = InertDict()
     for value in values:
-        for pair in () if isinstance(value, AdmittedName) else value:
+        for pair in () if isinstance(value, AllowedGlobal) else value:
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise RefusedError(f"a dictionary is made of {shown(pair)} in place of a pair")
             table[pair[0]] = pair[1]
@@ -374,12 +371,12 @@ def _encoded(text: Any, encoding: Any) -> bytes:
         raise RefusedError("bytes are made of a text that is not latin-1") from failure
 
 
-def _member_of(owner: Any, name: Any) -> StandIn:
-    """The member of an enumeration that is pickled by name."""
-    is_foreign = isinstance(owner, AdmittedName) and owner.text.startswith(_FOREIGN_PREFIXES)
+def _member_of(owner: Any, name: Any) -> Stub:
+    """The member of an enumeration, pickled by name."""
+    is_foreign = isinstance(owner, AllowedGlobal) and owner.text.startswith(_FOREIGN_PREFIXES)
     if not is_foreign or not isinstance(name, str):
         raise RefusedError(f"the file calls builtins.getattr on {shown(owner)}")
-    return StandIn(owner.text, (name,))
+    return Stub(owner.text, (name,))
 
 
 def _number(number_type: Any, content: Any) -> float:
@@ -389,7 +386,7 @@ def _number(number_type: Any, content: Any) -> float:
 
 
 def _empty_array(owner: Any, *_: Any) -> NumberArray:
-    if not isinstance(owner, AdmittedName) or owner.text != "numpy.ndarray":
+    if not isinstance(owner, AllowedGlobal) or owner.text != "numpy.ndarray":
         raise RefusedError(f"a numpy array is made of {shown(owner)}")
     return NumberArray()
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from megatron import log
 from megatron.errors import ConfigError
 from megatron.files.replacing import check_writable, remove_leftovers, write_atomically
-from trident.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, CleanWork, Dropped
+from trident.corpus.cleaning.cleaner import SHOWN_CHARACTERS, CleanedBlock, Cleaner, CleanWork, DroppedDocument
 from trident.corpus.cleaning.cleaning_report import CleaningReport
 from trident.corpus.cleaning.contamination import EvaluationSets
 from trident.corpus.cleaning.documents.clean_options import CleanOptions
@@ -39,12 +39,12 @@ _ZSTANDARD_LEVEL = 3
 
 @dataclass(frozen=True)
 class CleanOutputs:
-    """Where a run writes.
+    """The output files of a run.
 
     Args:
         kept: the cleaned documents.
-        dropped: the documents that were dropped, each with its reason, as they were read; None: nowhere.
-        report: counts and examples as JSON; None: nowhere.
+        dropped: the original dropped documents with their reasons; None to discard them.
+        report: counts and examples as JSON; None for no report.
     """
 
     kept: str
@@ -52,20 +52,20 @@ class CleanOutputs:
     report: str | None = None
 
     def check(self, inputs: Sequence[str]) -> None:
-        """Checks that all can be written, before any work is done.
+        """Checks that all files can be written, before any work is done.
 
         Raises:
-            ConfigError: two outputs, or an output and an input, are one file; a suffix is not supported.
-            StorageError: the file system refuses.
+            ConfigError: two outputs, or an output and an input, are the same file; a suffix is not supported.
+            StorageError: a file cannot be written.
         """
         taken = {str(Path(path).resolve()): f"--input {path}" for path in inputs}
         for flag, path in (("--output", self.kept), ("--dropped", self.dropped), ("--report", self.report)):
             if path is None:
                 continue
-            place = str(Path(path).resolve())
-            if place in taken:
-                raise ConfigError(f"{flag} {path} is the same file as {taken[place]}. Give it a name of its own.")
-            taken[place] = f"{flag} {path}"
+            absolute = str(Path(path).resolve())
+            if absolute in taken:
+                raise ConfigError(f"{flag} {path} is the same file as {taken[absolute]}. Use another name.")
+            taken[absolute] = f"{flag} {path}"
             check_output(flag, path)
             check_writable(Path(path))
 
@@ -82,13 +82,13 @@ def clean_corpus(
 
     Args:
         inputs: files, see `expand_inputs`.
-        workers: 1 cleans in this process, more in others: no more than there are usable cores, or blocks.
+        workers: 1 cleans in this process, more in others: at most the usable cores and the blocks.
 
     Raises:
         ConfigError: an input, a library or a file of texts is missing.
-        DataError: a bad line (unless they are skipped) or a damaged file.
+        DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process died.
+        WorkerError: a worker process exited.
     """
     keys = (options.key, *options.kept_columns)
     check_inputs(inputs, keys)
@@ -97,7 +97,7 @@ def clean_corpus(
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             for leftover in remove_leftovers(Path(path)):
-                log.info(f"removed {leftover}, which a killed run left unfinished")
+                log.info(f"removed {leftover}, left behind by a killed run")
     evaluation = None
     if options.contamination is not None:
         evaluation = EvaluationSets(options.contamination)
@@ -120,8 +120,8 @@ def _check_twice_readable(inputs: Sequence[str]) -> None:
     pipes = [path for path in inputs if path == STANDARD_INPUT or (Path(path).exists() and not Path(path).is_file())]
     if pipes:
         raise ConfigError(
-            f"--decontaminate reads the input twice, first to find phrases that are common (--ngram-occurrences), but "
-            f"{pipes[0]} can be read once. Give a file, or --ngram-occurrences 0."
+            f"--decontaminate reads the input twice, first to count common phrases (--ngram-occurrences), but "
+            f"{pipes[0]} can be read only once. Use a file, or --ngram-occurrences 0."
         )
 
 
@@ -140,7 +140,7 @@ def _ignore_frequent_runs(
                 runs = runs[is_first[result.run_texts]]
             np.add.at(occurrences, runs, 1)
     frequent = evaluation.ignore(occurrences)
-    log.info(f"{int(np.count_nonzero(occurrences)):,} occur, of which {frequent:,} are too frequent to count")
+    log.info(f"{int(np.count_nonzero(occurrences)):,} occur; {frequent:,} of them are ignored as too frequent")
 
 
 def _write(
@@ -150,7 +150,7 @@ def _write(
     report: CleaningReport,
     progress: ProgressLine,
 ) -> None:
-    """Writes what was kept, and, if wanted, what was dropped; both files appear at the end."""
+    """Writes kept and, if requested, dropped documents; both files appear at the end."""
 
     def write_kept(kept: Any) -> None:
         if outputs.dropped is None:
@@ -163,7 +163,7 @@ def _write(
 
 @dataclass
 class _Writer:
-    """Decides what is kept of each block, writes it and counts."""
+    """Deduplicates, writes and counts the documents of each block."""
 
     options: CleanOptions
     report: CleaningReport
@@ -201,11 +201,11 @@ class _Writer:
                 if report.wants_example(rejection.reason) or self.dropped is not None:
                     text = result.output[ends[index] - result.sizes[index] : ends[index]]
                     shown = document_of(text.split(b"\n", 1)[0], self.options.key)[:SHOWN_CHARACTERS]
-                dropped.append(Dropped(int(result.passed[index]), rejection.reason, rejection.detail, shown))
+                dropped.append(DroppedDocument(int(result.passed[index]), rejection.reason, rejection.detail, shown))
         dropped.sort()
         for start, stop in _runs(stays):
-            begin = int(ends[start] - result.sizes[start])
-            self.kept.write(memoryview(result.output)[begin : int(ends[stop - 1])])
+            offset = int(ends[start] - result.sizes[start])
+            self.kept.write(memoryview(result.output)[offset : int(ends[stop - 1])])
         for entry in dropped:
             report.drop(entry.reason, f"{path}:{line + entry.number + 1}", entry.shown, entry.detail)
         gone = {entry.number for entry in dropped}
@@ -220,8 +220,8 @@ class _Writer:
         if self.dropped is not None:
             self._write_dropped(result, dropped, path, line)
 
-    def _write_dropped(self, result: CleanedBlock, dropped: Sequence[Dropped], path: str, line: int) -> None:
-        """One line each: reason, detail, source, line, and the document as it was read (`raw` if it is no JSON)."""
+    def _write_dropped(self, result: CleanedBlock, dropped: Sequence[DroppedDocument], path: str, line: int) -> None:
+        """Writes one line each: reason, detail, source, line, and the original document (`raw` if it is not JSON)."""
         ends = np.cumsum(result.original_sizes)
         lines = []
         for entry in dropped:
@@ -239,20 +239,20 @@ class _Writer:
 
 
 def _runs(stays: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of consecutive documents that are kept."""
+    """Yields half-open ranges of consecutive kept documents."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], stays, [False])).astype(np.int8)))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
 
 def check_output(flag: str, path: str) -> None:
-    """Checks that a file of this name can be written in the format of its suffix.
+    """Checks that the format of a file's suffix is supported.
 
     Raises:
-        ConfigError: the suffix is a compression that is not supported, or its library is missing.
+        ConfigError: the compression is not supported, or its library is missing.
     """
     suffix = Path(path).suffix.lower()
     if suffix in (".bz2", ".xz", ".parquet"):
-        raise ConfigError(f"{flag} {path}: {suffix} is not written. Name it .jsonl, .jsonl.gz or .jsonl.zst.")
+        raise ConfigError(f"{flag} {path}: {suffix} is not supported. Use .jsonl, .jsonl.gz or .jsonl.zst.")
     if suffix == ".zst":
         zstandard_library(path, flag, _ZSTANDARD_ADVICE)
 
@@ -260,10 +260,10 @@ def check_output(flag: str, path: str) -> None:
 def write_lines(path: str, write: Callable[[Any], None]) -> None:
     """Writes a file through `write`, compressed if the suffix is .gz or .zst; it appears when it is complete.
 
-    The bytes depend on the lines only: no name and no time is put into a .gz file.
+    The bytes depend only on the lines: a .gz file contains neither name nor time.
 
     Raises:
-        StorageError: the file system refused; nothing is left behind.
+        StorageError: writing failed; no file is left behind.
     """
 
     def packed(stream: BinaryIO) -> None:

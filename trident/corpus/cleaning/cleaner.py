@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trident.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
+from trident.corpus.cleaning.contamination import EvaluationSets, Match, parts_around
 from trident.corpus.cleaning.documents.clean_options import CleanOptions
 from trident.corpus.cleaning.documents.entries import DocumentEntry, line_of, read_entries
 from trident.corpus.cleaning.documents.repair import TextRepair, with_plain_spaces
@@ -39,13 +39,13 @@ _BEFORE_A_CHANGE = 20
 _COMPARED_CHARACTERS = 8**4
 
 
-class Dropped(NamedTuple):
-    """A document of a block that is dropped.
+class DroppedDocument(NamedTuple):
+    """A dropped document of a block.
 
     Args:
-        number: of the document in its block, from 0.
+        number: its index in the block.
         shown: the beginning of its text.
-        offset: byte offset in the block where a bad line is bad.
+        offset: byte offset of a bad line's fault in the block.
     """
 
     number: int
@@ -55,8 +55,8 @@ class Dropped(NamedTuple):
     offset: int = 0
 
 
-class Changed(NamedTuple):
-    """A document whose text was changed: where it first differs, before and after."""
+class TextChange(NamedTuple):
+    """The first difference in a changed text, before and after."""
 
     number: int
     what: str
@@ -66,16 +66,16 @@ class Changed(NamedTuple):
 
 @dataclass
 class CleanedBlock:
-    """The result of cleaning a block, as far as it depends on each document alone.
+    """The result of cleaning a block, as far as it depends on single documents.
 
     Args:
         lines: of the block, bad and blank ones included.
-        passed: numbers of those that were not dropped.
-        output: their lines; `sizes` has the bytes and `pieces` the lines of each.
-        originals: the lines of all documents as they were read, if they are wanted; `original_sizes` has the bytes.
-        digests: hash of each text that passed, if exact duplicates are to be found.
-        runs: numbers of the evaluation texts' runs that occur, if they are counted, and the text of each: `run_texts`.
-        signatures, band_keys: see `Signer`, if near duplicates are to be found.
+        passed: indices of the documents that were not dropped.
+        output: their lines; `sizes` has the bytes and `pieces` the number of lines of each.
+        originals: the original lines of all documents, if requested; `original_sizes` has the bytes.
+        digests: hash of each passed text, if exact duplicates are removed.
+        runs: occurrences of evaluation runs, if counted; `run_texts` has the text of each.
+        signatures, band_keys: see `Signer`, if near duplicates are removed.
 
     Shapes:
         passed, sizes, pieces: int64 [p]; original_sizes: int64 [lines] or [0]; runs, run_texts: int64 [r];
@@ -84,8 +84,8 @@ class CleanedBlock:
     """
 
     lines: int
-    dropped: list[Dropped] = field(default_factory=list)
-    changed: list[Changed] = field(default_factory=list)
+    dropped: list[DroppedDocument] = field(default_factory=list)
+    changed: list[TextChange] = field(default_factory=list)
     passed: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     pieces: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -104,7 +104,7 @@ class Cleaner:
 
     Args:
         evaluation: what must not occur, if it is read already.
-        counts: instead of cleaning, tell how often which run of the evaluation texts occurs in a block.
+        counts: only count the occurrences of each evaluation run in a block, instead of cleaning.
 
     Raises:
         ConfigError: a library is missing, or a value is one that it cannot work with.
@@ -138,7 +138,7 @@ class Cleaner:
         for number, entry in enumerate(entries):
             if entry.bad is not None:
                 shown = (entry.raw or b"")[: SHOWN_CHARACTERS * 4].decode("utf-8", "replace")[:SHOWN_CHARACTERS]
-                cleaned.dropped.append(Dropped(number, BAD_LINE, entry.bad.reason, shown, entry.bad.offset))
+                cleaned.dropped.append(DroppedDocument(number, BAD_LINE, entry.bad.reason, shown, entry.bad.offset))
                 if not options.skip_bad_lines:
                     return cleaned
             elif entry.text is not None:
@@ -154,7 +154,7 @@ class Cleaner:
         return cleaned
 
     def _count(self, entries: Sequence[DocumentEntry]) -> CleanedBlock:
-        """The evaluation runs that occur in a block, each as often as it does."""
+        """Returns all occurrences of evaluation runs in a block."""
         cleaned = CleanedBlock(len(entries))
         if self._splitter is not None and self.evaluation is not None:
             texts = [entry.text for entry in entries if entry.text is not None]
@@ -168,8 +168,8 @@ class Cleaner:
     def _judge_words(
         self, splitter: WordSplitter, texts: dict[int, str], pieces: dict[int, list[str]], cleaned: CleanedBlock
     ) -> None:
-        """What needs the words of the texts: repetition, contamination and signatures."""
-        place = {number: index for index, number in enumerate(texts)}
+        """Applies everything that needs words: repetition, contamination and signatures."""
+        index_of = {number: index for index, number in enumerate(texts)}
         words = splitter.split(list(texts.values()))
         if self._repetition is not None:
             self._drop(texts, self._repetition.rejections(list(texts.values()), words), cleaned)
@@ -177,11 +177,11 @@ class Cleaner:
             matches = self.evaluation.matches(words)
             self._drop(
                 texts,
-                [self._cut(number, text, matches[place[number]], pieces, cleaned) for number, text in texts.items()],
+                [self._cut(number, text, matches[index_of[number]], pieces, cleaned) for number, text in texts.items()],
                 cleaned,
             )
         if self._signer is not None:
-            left = words.of([place[number] for number in texts])
+            left = words.of([index_of[number] for number in texts])
             cleaned.signatures, cleaned.band_keys = self._signer.sign(list(texts.values()), left)
 
     def _cut(
@@ -193,11 +193,11 @@ class Cleaner:
         shown = text[matches[0].start : matches[0].stop][: 4 * SHOWN_CHARACTERS]
         if choice.drops:
             return Rejection(CONTAMINATED, shown)
-        cut = pieces_around(text, matches, choice)
+        cut = parts_around(text, matches, choice)
         if not cut or len(cut) > choice.maximum_pieces:
             return Rejection(CONTAMINATED, f"{len(cut)} pieces left: {shown}")
         pieces[number] = cut
-        cleaned.changed.append(Changed(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(cut)} pieces left"))
+        cleaned.changed.append(TextChange(number, CUT, shown[:SHOWN_CHARACTERS], f"{len(cut)} pieces left"))
         return None
 
     def _repaired(self, number: int, text: str, cleaned: CleanedBlock) -> str:
@@ -219,7 +219,7 @@ class Cleaner:
         for number, rejection in zip(list(texts), rejections, strict=True):
             if rejection is not None:
                 shown = texts.pop(number)[:SHOWN_CHARACTERS]
-                cleaned.dropped.append(Dropped(number, rejection.reason, rejection.detail, shown))
+                cleaned.dropped.append(DroppedDocument(number, rejection.reason, rejection.detail, shown))
 
     def _pack(
         self,
@@ -260,7 +260,6 @@ class CleanWork(BlockWork[CleanedBlock]):
         return self.cleaner.clean(block)
 
     def pack(self, result: CleanedBlock) -> Message:
-        """Counts and documents as JSON; the arrays and bytes as they are."""
         kinds: dict[str, Any] = {}
         buffers: list[Any] = []
         for name in (entry.name for entry in fields(result)):
@@ -277,8 +276,8 @@ class CleanWork(BlockWork[CleanedBlock]):
     def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> CleanedBlock:
         cleaned = CleanedBlock(
             facts["lines"],
-            [Dropped(*entry) for entry in facts["dropped"]],
-            [Changed(*entry) for entry in facts["changed"]],
+            [DroppedDocument(*entry) for entry in facts["dropped"]],
+            [TextChange(*entry) for entry in facts["changed"]],
         )
         for (name, kind), data in zip(facts["kinds"].items(), buffers, strict=True):
             setattr(cleaned, name, bytes(data) if kind is None else np.frombuffer(data, kind[0]).reshape(kind[1]))
@@ -290,10 +289,9 @@ def _rebuilt(options: CleanOptions, evaluation: EvaluationSets | None, counts: b
 
 
 def text_digest(text: str) -> bytes:
-    """Sixteen bytes that are equal for two texts if they differ only in spaces and in how characters are composed
-    (NFC).
+    """Returns a 16-byte digest that is equal for texts that differ only in spaces and Unicode composition (NFC).
 
-    BLAKE2b: the probability that two of n other texts share them by chance is about n² / 2^129.
+    BLAKE2b: the probability of a collision among n texts is about n² / 2^129.
     """
     plain = " ".join(text.split())
     if not plain.isascii():
@@ -306,7 +304,7 @@ def _digests(texts: Iterable[str]) -> npt.NDArray[np.uint64]:
 
 
 def _filters(options: CleanOptions) -> Iterator[DocumentFilter]:
-    """The filters that were asked for, cheap ones first."""
+    """Yields the enabled filters, cheap ones first."""
     yield from length_filters(options.lengths)
     if options.gopher_quality:
         yield GopherQuality(options.minimum_stop_words).rejections
@@ -314,18 +312,18 @@ def _filters(options: CleanOptions) -> Iterator[DocumentFilter]:
         yield LanguageFilter(options.language).rejections
 
 
-def _change(number: int, what: str, before: str, after: str) -> Changed:
-    """A change with the text around the first difference, found in steps, as texts are long and mostly equal."""
-    first = 0
+def _change(number: int, what: str, before: str, after: str) -> TextChange:
+    """Returns a change with the text around the first difference."""
+    first = 0  # found in large steps first, since texts are long and mostly equal
     step = _COMPARED_CHARACTERS
     while step:
         while before[first : first + step] == after[first : first + step] and first + step <= len(before):
             first += step
         step //= 8
     start = max(0, first - _BEFORE_A_CHANGE)
-    return Changed(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
+    return TextChange(number, what, before[start : start + SHOWN_CHARACTERS], after[start : start + SHOWN_CHARACTERS])
 
 
 def _unwritten(entry: DocumentEntry, key: str) -> bytes:
-    """The JSON line for an input that has none; empty where it was not text."""
+    """Returns the JSON line for an input without lines; empty if it was not text."""
     return b"" if entry.text is None else line_of(entry, key, entry.text)

@@ -1,4 +1,4 @@
-"""What a cleaning run did: counts and examples for every reason, as a table and as JSON."""
+"""The report of a cleaning run: counts and examples for every reason, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _EXAMPLE_CHARACTERS = 80
 
 @dataclass
 class Reason:
-    """Counts of documents dropped or changed for one reason, and the first few of them.
+    """The number of documents dropped or changed for one reason, and the first few of them.
 
     Args:
-        examples: `where` is the input and the line, `shown` the beginning of the text, or the text around a change.
+        examples: `where` is input and line, `shown` the beginning of the text, or the text around a change.
     """
 
     documents: int = 0
@@ -24,12 +24,12 @@ class Reason:
 
 @dataclass
 class CleaningReport:
-    """Counts of one run; documents read are always those kept and those dropped.
+    """Counts of one run; documents read = kept + dropped.
 
     Args:
         read: documents read, bad lines included.
-        kept: documents of which something was written; `written` counts the lines, which are more where documents
-            were split, and `changed_documents` the kept documents whose text is not what was read.
+        kept: documents written; `written` counts lines, which are more if documents were split, and
+            `changed_documents` the kept documents with a changed text.
         text_bytes: bytes of input, uncompressed.
         maximum_examples: examples per reason.
     """
@@ -55,12 +55,12 @@ class CleaningReport:
         self._count(self.changed, what, {"where": where, "shown": before, "detail": after})
 
     def wants_example(self, reason: str) -> bool:
-        """Whether another example of a dropped document is needed: making one may take time."""
+        """Returns True if another example of a dropped document is needed, since creating one may take time."""
         known = self.dropped.get(reason)
         return self.maximum_examples > 0 if known is None else len(known.examples) < self.maximum_examples
 
     def as_json(self) -> bytes:
-        """The report as indented JSON."""
+        """Returns the report as indented JSON."""
         described: dict[str, Any] = {
             "read": self.read,
             "kept": self.kept,
@@ -78,7 +78,7 @@ class CleaningReport:
         return json.dumps(described, indent=2, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def table(self) -> Iterator[str]:
-        """Lines for a terminal."""
+        """Yields lines for a terminal."""
         rows: list[tuple[str, int, Reason | None]]
         rows = [("read", self.read, None), ("kept", self.kept, None), ("dropped", self.dropped_documents, None)]
         rows += [(f"  {name}", counted.documents, counted) for name, counted in sorted(self.dropped.items())]

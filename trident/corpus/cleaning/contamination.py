@@ -1,7 +1,7 @@
-"""Evaluation texts inside training texts: runs of words that both contain, and how documents are cut around them.
+"""Decontamination: finds word runs of evaluation texts in training texts, and cuts documents around them.
 
-Source: upstream's `tools/openwebtext/filter_ngrams.py` and its defaults; the idea is Brown et al. 2020, Language Models
-are Few-Shot Learners, appendix C.
+Source: upstream's `tools/openwebtext/filter_ngrams.py` and its defaults, after Brown et al. 2020, Language Models are
+Few-Shot Learners, appendix C.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SENTENCE_END = re.compile(r"[.!?。！？]")
 
 
 class Match(NamedTuple):
-    """A run of words that an evaluation text has too: its characters, and the number of the run."""
+    """A word run shared with an evaluation text: its range of characters, and the index of the run."""
 
     start: int
     stop: int
@@ -37,11 +37,11 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True)
 class RunSet:
-    """The runs of one length that evaluation texts have.
+    """The runs of one length in evaluation texts.
 
     Args:
-        first: number of the first run among the runs of all lengths.
-        maybe: whether a run with these low bits may be there, which is faster to look up than the sorted hashes.
+        first: index of the first run among the runs of all lengths.
+        maybe: filter by the low bits of a hash, faster than a lookup in the sorted hashes.
 
     Shapes:
         hashes: uint64 [n], sorted; ignored: bool [n]; maybe: bool [a power of two].
@@ -55,7 +55,7 @@ class RunSet:
 
     @staticmethod
     def of(length: int, first: int, hashes: Hashes) -> RunSet:
-        """A set of hashes, none of which is ignored."""
+        """Creates a set of hashes without ignored ones."""
         hashes = np.unique(hashes)
         least, most = _FILTER_BITS
         maybe = np.zeros(1 << min(max(least, (len(hashes) * 16).bit_length()), most), np.bool_)
@@ -63,20 +63,20 @@ class RunSet:
         return RunSet(length, first, hashes, np.zeros(len(hashes), np.bool_), maybe)
 
     def find(self, hashes: Hashes) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Which of the hashes are there, and the number of each."""
+        """Returns the positions of the hashes in the set, and the index of each run."""
         candidates = np.flatnonzero(self.maybe[hashes & np.uint64(len(self.maybe) - 1)])
-        places = np.minimum(np.searchsorted(self.hashes, hashes[candidates]), len(self.hashes) - 1)
-        there = (self.hashes[places] == hashes[candidates]) & ~self.ignored[places]
-        return candidates[there], places[there] + self.first
+        slots = np.minimum(np.searchsorted(self.hashes, hashes[candidates]), len(self.hashes) - 1)
+        is_known = (self.hashes[slots] == hashes[candidates]) & ~self.ignored[slots]
+        return candidates[is_known], slots[is_known] + self.first
 
 
 class EvaluationSets:
-    """The runs of words of all evaluation texts.
+    """The word runs of all evaluation texts.
 
-    A text with fewer words than a run gives one shorter run, if it has at least `shortest_run` words.
+    A text with fewer words than a run yields one shorter run, if it has at least `shortest_run` words.
 
     Raises:
-        ConfigError: a file is missing or of another kind, or none gives a run.
+        ConfigError: a file is missing or unsupported, or no run was found.
         DataError: a file is damaged.
     """
 
@@ -100,15 +100,15 @@ class EvaluationSets:
             self.sets.append(RunSet.of(length, len(self), np.concatenate(parts)))
         if not self.sets:
             raise ConfigError(
-                f"--decontaminate {' '.join(choice.files)}: no text in them has {choice.shortest_run} words or more, "
-                "so nothing could ever match. Check the files, or lower --min-ngram."
+                f"--decontaminate {' '.join(choice.files)}: no text has {choice.shortest_run} words or more, so "
+                "nothing can match. Check the files, or decrease --min-ngram."
             )
 
     def __len__(self) -> int:
         return sum(len(run_set.hashes) for run_set in self.sets)
 
     def ignore(self, occurrences: npt.NDArray[np.int64]) -> int:
-        """Leaves out runs that occur more often in the corpus than the choice allows; gives how many there are.
+        """Ignores runs that occur in the corpus more often than allowed; returns their number.
 
         Shapes:
             occurrences: int64 [len(self)].
@@ -121,17 +121,17 @@ class EvaluationSets:
         return int(np.count_nonzero(too_many))
 
     def matches(self, words: Words) -> list[list[Match]]:
-        """For each text the runs that it shares with evaluation texts, from left to right."""
+        """Returns the runs that each text shares with evaluation texts, from left to right."""
         by_document: list[list[Match]] = [[] for _ in range(len(words.bounds) - 1)]
         for run_set in self.sets:
             hashes, fits = words.runs(run_set.length)
-            places, runs = run_set.find(hashes)
-            kept = fits[places]
-            places, runs = places[kept], runs[kept]
-            texts = np.searchsorted(words.bounds, places, side="right") - 1
-            stops = words.ends[places + run_set.length - 1]
+            positions, runs = run_set.find(hashes)
+            kept = fits[positions]
+            positions, runs = positions[kept], runs[kept]
+            texts = np.searchsorted(words.bounds, positions, side="right") - 1
+            stops = words.ends[positions + run_set.length - 1]
             for text, *match in zip(
-                texts.tolist(), words.starts[places].tolist(), stops.tolist(), runs.tolist(), strict=True
+                texts.tolist(), words.starts[positions].tolist(), stops.tolist(), runs.tolist(), strict=True
             ):
                 by_document[text].append(Match(*match))
         for matches in by_document:
@@ -140,10 +140,10 @@ class EvaluationSets:
 
 
 def _files(values: Sequence[str]) -> Sequence[str]:
-    """Evaluation files, after patterns and folders are opened.
+    """Returns the evaluation files, with patterns and folders expanded.
 
     Raises:
-        ConfigError: one cannot be read or is of another kind.
+        ConfigError: a file cannot be read or is not supported.
     """
     try:
         files = expand_inputs(values, "\n")
@@ -152,30 +152,30 @@ def _files(values: Sequence[str]) -> Sequence[str]:
         raise ConfigError([text.replace("--input", "--decontaminate") for text in failure.problems]) from failure
     for path in files:
         if path == STANDARD_INPUT or layout_of(path, "\n") == "parquet":
-            raise ConfigError(f"--decontaminate {path} is not read here. Give .jsonl or .txt files.")
+            raise ConfigError(f"--decontaminate {path} is not supported. Use .jsonl or .txt files.")
     return files
 
 
-def pieces_around(text: str, matches: Sequence[Match], choice: ContaminationChoice) -> list[str]:
-    """What is left of a text when its matches are cut out.
+def parts_around(text: str, matches: Sequence[Match], choice: ContaminationChoice) -> list[str]:
+    """Returns the parts of a text around its matches.
 
-    Matches that overlap are one. `margin` characters on either side are cut with them, and from there up to the nearest
-    sentence end. Pieces with fewer characters than `shortest_piece` are dropped too.
+    Overlapping matches are joined. A margin of `margin` characters on either side is removed, too, up to the nearest
+    sentence end, and parts with fewer characters than `shortest_piece`.
     """
-    pieces = []
-    begin = 0
+    parts = []
+    part_start = 0
     for start, stop in _joined(matches):
-        if stop + choice.margin <= begin:
+        if stop + choice.margin <= part_start:
             continue
-        pieces.append(text[begin : _last_sentence_end(text, begin, start - choice.margin)].strip())
+        parts.append(text[part_start : _last_sentence_end(text, part_start, start - choice.margin)].strip())
         end = _SENTENCE_END.search(text, min(stop + choice.margin, len(text)))
-        begin = len(text) if end is None else end.end()
-    pieces.append(text[begin:].strip())
-    return [piece for piece in pieces if len(piece) >= max(1, choice.shortest_piece)]
+        part_start = len(text) if end is None else end.end()
+    parts.append(text[part_start:].strip())
+    return [part for part in parts if len(part) >= max(1, choice.shortest_piece)]
 
 
 def _joined(matches: Sequence[Match]) -> list[tuple[int, int]]:
-    """Where matches that overlap begin and end together."""
+    """Returns the ranges of joined overlapping matches."""
     joined: list[tuple[int, int]] = []
     for match in matches:
         if joined and match.start < joined[-1][1]:
@@ -185,13 +185,13 @@ def _joined(matches: Sequence[Match]) -> list[tuple[int, int]]:
     return joined
 
 
-def _last_sentence_end(text: str, begin: int, stop: int) -> int:
-    """Where the last sentence between two places ends; `begin` if none does."""
-    return max([text.rfind(mark, begin, max(begin, stop + 1)) + 1 for mark in ".!?。！？"] + [begin])
+def _last_sentence_end(text: str, start: int, stop: int) -> int:
+    """Returns the last sentence end between two positions; `start` if there is none."""
+    return max([text.rfind(mark, start, max(start, stop + 1)) + 1 for mark in ".!?。！？"] + [start])
 
 
 def _evaluation_texts(block: InputBlock) -> Iterator[str]:
-    """Every text of a block: lines of plain text, or all strings in a line of JSON, however deeply nested."""
+    """Yields the texts of a block: lines of plain text, or all strings in a JSON line, at any depth."""
     data = block.read()
     offset = block.start
     for line in data.split(b"\n"):
@@ -203,8 +203,8 @@ def _evaluation_texts(block: InputBlock) -> Iterator[str]:
                 yield from _strings(json.loads(text))
         except (ValueError, RecursionError) as failure:
             raise DataError(
-                f"{block.source}: byte offset {offset}: the line cannot be read ({failure}). --decontaminate takes "
-                "lines of JSON, and plain text in files that end in .txt."
+                f"{block.source}: byte offset {offset}: the line cannot be read ({failure}). --decontaminate reads "
+                "JSON lines, and plain text in .txt files."
             ) from failure
         offset += len(line) + 1
 

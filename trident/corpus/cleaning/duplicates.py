@@ -1,4 +1,4 @@
-"""Duplicates: the part of cleaning that must see all documents in order, so it runs in the parent."""
+"""Deduplication: it must see all documents in order, so it runs in the parent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trident.corpus.cleaning.near_duplicates.signatures import band_shape
 
 
 class DuplicateFilter:
-    """Drops documents that are like an earlier one; the first is kept."""
+    """Drops documents similar to an earlier one; the first is kept."""
 
     def __init__(self, options: CleanOptions) -> None:
         self._exact = ExactDuplicates() if options.exact_duplicates else None
@@ -28,10 +28,10 @@ class DuplicateFilter:
         self._sources: list[tuple[int, str, int]] = []
 
     def rejections(self, cleaned: CleanedBlock, path: str, line: int) -> list[Rejection | None]:
-        """A rejection for each document of a block that passed so far, None where it is kept.
+        """Returns a rejection for each passed document of a block, None if it is kept.
 
         Args:
-            path, line: the input, and how many of its documents came before the block.
+            path, line: the input, and the number of its documents before the block.
         """
         if not self._sources or self._sources[-1][1] != path or line == 0:
             self._sources.append((self._read, path, line))
@@ -41,15 +41,15 @@ class DuplicateFilter:
         if self._near is not None:
             left = np.flatnonzero([rejection is None for rejection in rejections])
             numbers = cleaned.passed[left] + self._read
-            twins = self._near.twins(cleaned.signatures[left], cleaned.band_keys[left], numbers)
-            for index, twin in zip(left.tolist(), twins, strict=True):
-                if twin is not None:
-                    rejections[index] = Rejection(NEAR_DUPLICATE, f"{twin[1]:.2f} like {self._place(twin[0])}")
+            duplicates = self._near.duplicates_of(cleaned.signatures[left], cleaned.band_keys[left], numbers)
+            for index, earlier in zip(left.tolist(), duplicates, strict=True):
+                if earlier is not None:
+                    rejections[index] = Rejection(NEAR_DUPLICATE, f"{earlier[1]:.2f} like {self._location(earlier[0])}")
         self._read += cleaned.lines
         return rejections
 
-    def _place(self, number: int) -> str:
-        """Input and line of a document, by its number among all that were read."""
+    def _location(self, number: int) -> str:
+        """Returns input and line of a document, given its index among all read documents."""
         first, path, line = self._sources[bisect_right(self._sources, number, key=lambda entry: entry[0]) - 1]
         return f"{path}:{number - first + line + 1}"
 
@@ -61,7 +61,7 @@ class ExactDuplicates:
         self._table = KeyTable(2, with_values=False)
 
     def rejections(self, cleaned: CleanedBlock) -> list[Rejection | None]:
-        """A rejection for each document of a block that passed so far, None where it is the first of its kind."""
+        """Returns a rejection for each passed document of a block, None for the first of its kind."""
         seen, _ = self._table.find(cleaned.digests)
         hashes = cleaned.digests.tobytes()
         first: dict[bytes, int] = {}

@@ -1,8 +1,8 @@
-"""Texts to windows as an Apache Beam pipeline: a shard is an element, made from its share of the inputs by one worker.
+"""Featurizing as an Apache Beam pipeline: each element is a shard, written by one worker from its share of the inputs.
 
-The shares are the same as with `--shard i/n`: all shards one after the other hold the rows of the default runner in its
-order, whatever order Beam works in; only where one shard ends and the next begins differs. Workers must see the inputs
-and the output: a local or shared file system, or addresses such as gs://bucket/file that Beam's own file systems open.
+The shares equal `--shard i/n`: all shards in order hold the rows of the default runner in its order, whatever order
+Beam works in; only the boundaries between shards differ. Workers must have access to the inputs and the output: a local
+or shared file system, or addresses such as gs://bucket/file supported by Beam.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trident.corpus.preprocess.encode import BlockEncoder, EncodeOptions
 from trident.corpus.preprocess.preprocess_corpus import BLOCK_BYTES
 
 SHARD_TEXT_BYTES = 64 << 20
-_NOMINAL_ROW_BYTES = 1 << 10  # of a table that does not say how large it is
+_NOMINAL_ROW_BYTES = 1 << 10  # of a table of unknown size
 _NAMESPACE = "megatron.featurize"
 _KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, StorageError)
 _FAILURE = re.compile(r"(?:megatron\.errors\.)(\w+): (.*?)(?: \[while running|\n\n|\Z)", re.DOTALL)
@@ -53,25 +53,25 @@ def featurize_with_beam(
     output_path: str,
     encoding: EncodeOptions,
     options: WindowOptions,
-    words: Sequence[str],
+    beam_flags: Sequence[str],
     make: Callable[[str, str, str], None],
 ) -> FeaturizeResult:
-    """Turns texts into windows in a Beam pipeline.
+    """Converts texts to windows in a Beam pipeline.
 
     Args:
         inputs: files, tables (see `tables.py`) that every worker opens, and addresses of files.
-        words: options of Beam, as on a command line.
-        make: calls `make_shard` with its first and third argument, in a worker that may not know where this package
-            is; the second is its folder.
+        beam_flags: Beam's command-line flags.
+        make: calls `make_shard` with its first and third argument, in a worker that may lack this package in its path;
+            the second is its folder.
 
     Raises:
-        ConfigError: Beam is missing or does not know an option; or as `featurize`.
-        DataError: a bad line (unless they are skipped) or a damaged file.
+        ConfigError: Beam is missing or rejects a flag; or as `featurize`.
+        DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
     """
     _refuse_passwords(inputs)
-    beam = _beam(words)
-    pipeline_options = _pipeline_options(words)
+    beam = _beam(beam_flags)
+    pipeline_options = _pipeline_options(beam_flags)
     cutting = cutting_for_text(encoding, options)
     works = list(_works(inputs, encoding, options.num_shards))
     shards = len(works)
@@ -96,7 +96,7 @@ def featurize_with_beam(
         counts = {counter.key.metric.name: int(counter.result) for counter in result.metrics().query()["counters"]}
         _publish(output_path, temporaries, finals)
     except Exception as failure:
-        raise _understood(failure) from failure
+        raise _original_error(failure) from failure
     finally:
         _remove(temporaries)
     total = Tally(**{field.name: counts.get(field.name, 0) for field in fields(Tally)})
@@ -104,36 +104,35 @@ def featurize_with_beam(
 
 
 def _refuse_passwords(inputs: Sequence[str]) -> None:
-    """Refuses an address with a password, which would become part of the job.
+    """Rejects an address with a password, which would become part of the job.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: an address has one.
     """
     secret = [path for path in inputs if isinstance(path, SecretText)]
     if secret:
         raise ConfigError(
-            f"--input {secret[0]} cannot be given to Beam: its password would be part of the job, which Beam's "
-            "services record. Name the database by a configuration file that the workers can read (db.json), or use "
-            "--runner local."
+            f"--input {secret[0]} cannot be passed to Beam: its password would be part of the job, which Beam's "
+            "services record. Use a configuration file that the workers can read (db.json), or --runner local."
         )
 
 
 def make_shard(element: str, job: str) -> None:
-    """The work of one element, in a worker: reads its share of the inputs and writes its shard under a temporary name.
+    """Runs one element in a worker: reads its share of the inputs and writes its shard under a temporary name.
 
     Raises:
-        DataError: a bad line (unless they are skipped) or a damaged file.
+        DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the shard cannot be written.
     """
     described = json.loads(element)
     encoder, cutting = _worker_tools(job)
     path = described["path"]
     counts: dict[str, int] = {"empty": 0, "skipped": 0, **asdict(Tally())}
-    pieces = _pieces(encoder, cutting, described, counts)
-    unfinished = f"{path}.{secrets.token_hex(4)}"  # another attempt at the same shard may be under way
+    groups = _window_groups(encoder, cutting, described, counts)
+    unfinished = f"{path}.{secrets.token_hex(4)}"  # another attempt at the same shard may be running
     try:
         with _create(unfinished) as stream, WindowWriter(stream, path, cutting.facts) as writer:
-            for windows, offsets in regrouped(pieces, cutting.rows_at_once):
+            for windows, offsets in regrouped(groups, cutting.rows_at_once):
                 writer.write(windows, offsets)
         _rename(unfinished, path)
     except OSError as failure:
@@ -145,10 +144,10 @@ def make_shard(element: str, job: str) -> None:
         metrics.counter(_NAMESPACE, name).inc(count)
 
 
-def _pieces(
+def _window_groups(
     encoder: BlockEncoder, cutting: Cutting, described: dict[str, Any], counts: dict[str, int]
 ) -> Iterator[tuple[Windows, Numbers]]:
-    """Windows of the documents of an element, which are also counted."""
+    """Yields and counts the windows of an element's documents."""
     options = encoder.options
     total = Tally()
     for block in _blocks(described, options):
@@ -156,8 +155,8 @@ def _pieces(
         if encoded.bad and not options.skip_bad_lines:
             bad = encoded.bad[0]
             raise DataError(
-                f"{block.source}: byte offset {block.start + bad.offset}: {bad.reason}. Fix the line, or leave such "
-                "lines out with --on-bad-line skip."
+                f"{block.source}: byte offset {block.start + bad.offset}: {bad.reason}. Fix the line, or skip such "
+                "lines with --on-bad-line skip."
             )
         counts["empty"] += encoded.documents - encoded.keys[0].documents
         counts["skipped"] += encoded.bad_count
@@ -184,7 +183,7 @@ def _slices(tokens: np.ndarray) -> Callable[[int, int], np.ndarray]:
 
 @cache
 def _worker_tools(job: str) -> tuple[BlockEncoder, Cutting]:
-    """The encoder and the cutting of a job, made once in each worker."""
+    """Creates the encoder and the cutting of a job, once in each worker."""
     described = json.loads(job)
     encoding, cutting = described["encoding"], described["cutting"]
     tokenizer = TokenizerChoice(**encoding.pop("tokenizer"))
@@ -196,13 +195,13 @@ def _worker_tools(job: str) -> tuple[BlockEncoder, Cutting]:
 
 
 def _sizes(inputs: Sequence[str], encoding: EncodeOptions) -> list[int]:
-    """Bytes of every input.
+    """Returns the size of every input in bytes.
 
     Raises:
-        ConfigError: one does not exist, or is standard input.
+        ConfigError: an input does not exist, or is standard input.
     """
     if STANDARD_INPUT in inputs:
-        raise ConfigError("--input - (standard input) cannot be read by Beam's workers. Give files, or --runner local.")
+        raise ConfigError("--input - (standard input) cannot be read by Beam's workers. Use files, or --runner local.")
     check_inputs([path for path in inputs if not _is_address(path)], encoding.keys)
     return [_size(path) for path in inputs]
 
@@ -217,42 +216,42 @@ def _size(path: str) -> int:
 
 
 def _works(inputs: Sequence[str], encoding: EncodeOptions, shards: int | None) -> Iterator[dict[str, Any]]:
-    """The inputs of each shard.
+    """Yields the inputs of each shard.
 
     Raises:
         ConfigError: an input does not exist, or is standard input.
     """
     sizes = _sizes(inputs, encoding)
     shards = shards or max(1, math.ceil(sum(sizes) / SHARD_TEXT_BYTES))
-    begins = np.cumsum(sizes) - np.array(sizes)
+    offsets = np.cumsum(sizes) - np.array(sizes)
     for number in range(1, shards + 1):
         shard = Shard(number, shards)
-        if any(map(_is_address, inputs)):  # as a whole to the shard in whose range they begin
+        if any(map(_is_address, inputs)):  # whole files belong to the shard in whose range they begin
             first, last = shard.of_total(max(1, sum(sizes)))
-            parts = [InputPart(path) for path, begin in zip(inputs, begins, strict=True) if first <= begin < last]
+            parts = [InputPart(path) for path, offset in zip(inputs, offsets, strict=True) if first <= offset < last]
         else:
             parts = list(share_of(inputs, shard, encoding.document_separator))
         yield {"parts": [astuple(part) for part in parts]}
 
 
-def _pipeline_options(words: Sequence[str]) -> Any:
-    """Beam's options.
+def _pipeline_options(flags: Sequence[str]) -> Any:
+    """Parses Beam's flags.
 
     Raises:
-        ConfigError: Beam does not know one.
+        ConfigError: an unknown flag.
     """
     module = _beam().options.pipeline_options
-    options = module.PipelineOptions(list(words))
+    options = module.PipelineOptions(list(flags))
     parsers: list[Any] = []
     options.get_all_options(add_extra_args_fn=parsers.append)
-    unknown = [word for word in parsers[0].parse_known_args(list(words))[1] if word.startswith("-")]
+    unknown = [flag for flag in parsers[0].parse_known_args(list(flags))[1] if flag.startswith("-")]
     if unknown:
         raise ConfigError(f"{', '.join(unknown)}: neither this program nor Apache Beam has such a flag. See --help.")
     return options
 
 
-def _understood(failure: Exception) -> Exception:
-    """The worker's own error, taken out of the runner's report."""
+def _original_error(failure: Exception) -> Exception:
+    """Extracts the worker's error from the runner's report."""
     if isinstance(failure, MegatronError):
         return type(failure)(str(failure).partition(" [while running")[0])
     failures = _FAILURE.findall(str(failure))
@@ -263,18 +262,18 @@ def _understood(failure: Exception) -> Exception:
     return failure
 
 
-def _beam(words: Sequence[str] = ()) -> Any:
-    """Apache Beam with the modules that are used of it."""
+def _beam(flags: Sequence[str] = ()) -> Any:
+    """Imports Apache Beam with all required modules."""
     try:
         import apache_beam
         import apache_beam.io.filesystems
         import apache_beam.metrics
         import apache_beam.options.pipeline_options
     except ImportError as failure:
-        given = " ".join(word for word in words if word.startswith("-"))
+        given = " ".join(flag for flag in flags if flag.startswith("-"))
         raise ConfigError(
-            f"--runner and Beam's options{f' ({given})' if given else ''} need the apache-beam package: pip install "
-            "apache-beam. Without them this machine's own processes do the work (--num-workers)."
+            f"--runner and Beam's options{f' ({given})' if given else ''} require the apache-beam package: pip install "
+            "apache-beam. Without them local processes do the work (--num-workers)."
         ) from failure
     return apache_beam
 
@@ -291,7 +290,7 @@ def _file_systems() -> Any:
 
 
 def _temporary(path: str) -> str:
-    """A name next to a file that no pattern for shards matches."""
+    """Returns a name next to a file that no pattern for shards matches."""
     if not _is_address(path):
         return str(temporary_name(Path(path)))
     folder, _, name = path.rpartition("/")
@@ -299,22 +298,22 @@ def _temporary(path: str) -> str:
 
 
 def _address_size(path: str) -> int:
-    """Bytes of a file at an address.
+    """Returns the size of a file at an address.
 
     Raises:
-        ConfigError: Beam finds none.
+        ConfigError: Beam finds no such file.
     """
     try:
         files = _file_systems().match([path])[0].metadata_list
     except Exception as failure:
         raise ConfigError(f"--input {path}: Beam cannot look it up ({failure}).") from failure
     if len(files) != 1:
-        raise ConfigError(f"--input {path}: {len(files)} files are there; name one.")
+        raise ConfigError(f"--input {path} matches {len(files)} files, expected 1.")
     return int(files[0].size_in_bytes)
 
 
 def _fetched(path: str, folder: str) -> str:
-    """A local copy of a file at an address; another file is itself."""
+    """Returns a local copy of a file at an address; local paths are returned unchanged."""
     if not _is_address(path):
         return path
     local = os.path.join(folder, path.rpartition("/")[2])
@@ -339,8 +338,8 @@ def _publish(output_path: str, temporaries: Sequence[str], finals: Sequence[str]
         publish(output_path, [(Path(old), Path(new)) for old, new in zip(temporaries, finals, strict=True)])
         return
     systems = _file_systems()
-    there = [metadata.path for metadata in systems.match([f"{output_path}-*"])[0].metadata_list]
-    older = [path for path in there if is_shard_of(output_path, path)]
+    existing = [metadata.path for metadata in systems.match([f"{output_path}-*"])[0].metadata_list]
+    older = [path for path in existing if is_shard_of(output_path, path)]
     if older:
         systems.delete(older)
     systems.rename(list(temporaries), list(finals))

@@ -1,7 +1,7 @@
-"""Text, or a `.bin/.idx` pair, to windows of one length in Parquet shards: the options, and the run.
+"""Converts text, or a `.bin/.idx` pair, to windows of equal length in Parquet shards: the options, and the run.
 
-Text is first encoded into a pair next to the shards, by the engine of `tools/preprocess_data.py`; then the number of
-windows is known and they are divided among the shards. The pair takes 2 or 4 bytes per token and is removed at the end.
+Text is first encoded into a pair next to the shards, as by `tools/preprocess_data.py`; then the windows are counted and
+divided among the shards. The pair takes 2 or 4 bytes per token and is removed at the end.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ ROWS_PER_SHARD = 1 << 16
 
 @dataclass(frozen=True)
 class WindowOptions:
-    """How windows are made; see the flags of `tools/corpus/featurize.py`.
+    """The options of windows; see the flags of `tools/corpus/featurize.py`.
 
     Args:
-        stride: tokens between the starts of two windows; None for windows that do not overlap.
-        bos_id, eos_id: None for the tokenizer's end of document, or what it puts before every text.
-        pad_id: None for `eos_id`, or 0 where there is none.
-        num_shards: None for as many as `rows_per_shard` gives.
+        stride: tokens between the starts of two windows; None for windows without overlap.
+        bos_id, eos_id: None for the tokenizer's end-of-document id, or the ids that it adds around texts.
+        pad_id: None for `eos_id`, or 0 without one.
+        num_shards: None to derive it from `rows_per_shard`.
     """
 
     min_sequence_length: int = 128
@@ -60,40 +60,40 @@ class WindowOptions:
 
     @property
     def tokens_per_window(self) -> int:
-        """Most tokens of a document in one window."""
+        """Maximum number of document tokens in a window."""
         return self.max_sequence_length - self.num_special_token_reserved
 
     def problems(self) -> Iterator[str]:
-        """One sentence for each contradiction."""
+        """Yields a message for each contradiction."""
         longest, reserved = self.max_sequence_length, self.num_special_token_reserved
         if self.tokens_per_window < 1:
             yield (
-                f"--max-sequence-length {longest} leaves no room for a token in addition to {reserved} special ones "
-                "(--num-special-token-reserved). Take longer windows."
+                f"--max-sequence-length {longest} leaves no room for a token besides {reserved} special ones "
+                "(--num-special-token-reserved). Use longer windows."
             )
         elif self.stride is not None and self.stride > self.tokens_per_window:
             yield (
                 f"--stride {self.stride} would skip tokens: a window holds {self.tokens_per_window} "
-                f"(--max-sequence-length {longest} without {reserved} special ones). Take a stride of at most that."
+                f"(--max-sequence-length {longest} minus {reserved} special ones). Use at most that as stride."
             )
         if self.min_sequence_length > longest:
             yield f"--min-sequence-length {self.min_sequence_length} is above --max-sequence-length {longest}."
         if self.ignore_label >= 0:
-            yield f"--ignore-label {self.ignore_label} is a token's id. Take a negative number: -100 is usual."
+            yield f"--ignore-label {self.ignore_label} is a token id. Use a negative number, usually -100."
 
     def cutting(
         self, tokenizer: TokenizerRecord | None, document_end: int | None = None, document_begin: int | None = None
     ) -> Cutting:
-        """How windows are cut with the ids of a tokenizer.
+        """Returns the cutting parameters for the ids of a tokenizer.
 
         Args:
-            tokenizer: None when it is unknown.
-            document_end: the id with which every document of the source ends, None if none does. Where windows end
-                with the same id, it is taken off.
-            document_begin: likewise; also the id that windows begin with where the options name none.
+            tokenizer: None if unknown.
+            document_end: the id at the end of every document of the source, if any. It is removed if windows end with
+                the same id.
+            document_begin: likewise; also the default begin id of windows.
 
         Raises:
-            ConfigError: with all contradictions.
+            ConfigError: listing all contradictions.
         """
         problems = list(self.problems())
         reserved = self.num_special_token_reserved
@@ -103,8 +103,8 @@ class WindowOptions:
         bos_id = begin if self.bos_id is None else self.bos_id
         needed = [("--eos-id", eos_id, reserved >= 1), ("--bos-id", bos_id, reserved == 2)]
         problems += [
-            f"{flag} is unknown: the tokenizer has no end-of-document token. Give {flag}, or "
-            "--num-special-token-reserved 0 for windows of nothing but the documents' tokens."
+            f"{flag} is unknown: the tokenizer has no end-of-document token. Set {flag}, or "
+            "--num-special-token-reserved 0 for windows without special tokens."
             for flag, value, is_needed in needed
             if is_needed and value is None
         ]
@@ -133,17 +133,17 @@ class WindowOptions:
         return Cutting(facts, self.min_sequence_length, self.drop_short)
 
     def shards_for(self, rows: int) -> int:
-        """How many shards a number of windows makes."""
+        """Returns the number of shards for a number of windows."""
         return self.num_shards or max(1, math.ceil(rows / self.rows_per_shard))
 
 
 @dataclass(frozen=True)
 class FeaturizeResult:
-    """What was written.
+    """The outcome of featurizing.
 
     Args:
-        empty: documents without tokens, which give no window.
-        skipped: bad lines that were left out.
+        empty: documents without tokens, which yield no window.
+        skipped: skipped bad lines.
     """
 
     shards: tuple[str, ...]
@@ -152,18 +152,18 @@ class FeaturizeResult:
     skipped: int
 
     def report(self, sequence_length: int) -> Iterator[str]:
-        """The counts, as lines."""
+        """Yields the counts as lines."""
         tally = self.tally
         yield (
             f"Read {tally.documents} documents with {tally.tokens} tokens; {self.empty} empty documents and "
-            f"{self.skipped} bad lines left out."
+            f"{self.skipped} bad lines skipped."
         )
         yield (
             f"Wrote {tally.windows} windows of {sequence_length} positions: {tally.kept} tokens, {tally.repeated} of "
             f"them a second time (overlap), {tally.special} beginnings and ends, {tally.padded} padding."
         )
-        what = f"{tally.dropped_windows} left out (--drop-short)" if tally.dropped_windows else "all kept and padded"
-        yield f"Dropped {tally.dropped} tokens; {tally.short} windows were below --min-sequence-length, {what}."
+        short = f"{tally.dropped_windows} dropped (--drop-short)" if tally.dropped_windows else "all kept and padded"
+        yield f"Dropped {tally.dropped} tokens; {tally.short} windows were below --min-sequence-length, {short}."
         first, last = self.shards[0], self.shards[-1]
         yield f"Shards: {first}{f' to {last}' if first != last else ''}."
 
@@ -177,16 +177,16 @@ def featurize(
     progress: ProgressLine,
     block_bytes: int = BLOCK_BYTES,
 ) -> FeaturizeResult:
-    """Turns texts into windows; the shards do not depend on `workers` or `block_bytes`.
+    """Converts texts to windows; the shards do not depend on `workers` or `block_bytes`.
 
     Args:
         inputs: files, see `expand_inputs`.
 
     Raises:
         ConfigError: the options contradict, or an input or a tokenizer file is missing.
-        DataError: a bad line (unless they are skipped) or a damaged file.
+        DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process died.
+        WorkerError: a worker process exited.
     """
     check_inputs(inputs, encoding.keys)
     source = blocks(inputs, block_bytes, encoding.document_separator, encoding.keys)
@@ -207,19 +207,18 @@ def featurize(
 def featurize_tokens(
     prefix: str, output_path: str, tokenizer: TokenizerRecord | None, options: WindowOptions, workers: int
 ) -> FeaturizeResult:
-    """Turns the documents of a `.bin/.idx` pair into windows.
+    """Converts the documents of a `.bin/.idx` pair to windows.
 
-    An end-of-document id that `--append-eod` put after every document is taken off where the windows have an end of
-    their own; the way back puts it there again.
+    An end-of-document id added by `--append-eod` is removed if the windows have an end id; converting back restores it.
 
     Args:
-        tokenizer: that made the pair, where its description does not say; None when unknown.
+        tokenizer: of the pair, if its description does not record it; None if unknown.
 
     Raises:
         ConfigError: the options contradict.
         DataError: the pair is damaged.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process died.
+        WorkerError: a worker process exited.
     """
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)
@@ -233,7 +232,7 @@ def featurize_tokens(
 
 
 def cutting_for_text(encoding: EncodeOptions, options: WindowOptions) -> Cutting:
-    """How texts are cut: loads the tokenizer, before any work is done, for the ids that windows begin and end with.
+    """Returns the cutting parameters for texts; loads the tokenizer for the begin and end ids, before any work.
 
     Raises:
         ConfigError: the options contradict, or a tokenizer file is missing.
@@ -245,8 +244,8 @@ def cutting_for_text(encoding: EncodeOptions, options: WindowOptions) -> Cutting
     stay = [ids for ids, taken in zip(tokenizer.added, taken_off, strict=True) if ids and taken is None]
     if stay and options.num_special_token_reserved:
         log.warning(
-            f"the tokenizer {tokenizer.name} puts the ids {' and '.join(map(str, stay))} around every document; they "
-            "stay in addition to the windows' own. With --num-special-token-reserved 0 windows have none."
+            f"the tokenizer {tokenizer.name} adds the ids {' and '.join(map(str, stay))} around every document, "
+            "besides the ids of the windows. With --num-special-token-reserved 0 windows have none."
         )
     return cutting
 

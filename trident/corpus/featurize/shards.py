@@ -1,6 +1,6 @@
-"""Windows of a `.bin/.idx` pair to Parquet shards: each shard is written by one process, all are published together.
+"""Writes windows of a `.bin/.idx` pair to Parquet shards: one process per shard, published together.
 
-The rows are divided before anything is written, so that the shards are the same for any number of processes.
+The rows are divided in advance, so that the shards do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from trident.corpus.featurize.window_cutting import (
 )
 from trident.corpus.featurize.window_writer import WindowWriter
 from trident.corpus.workers.processes import (
-    death_of,
     enter_worker,
+    exit_error,
     failure_message,
     raise_failure,
     start_method,
@@ -51,10 +51,10 @@ _DOCUMENTS_AT_ONCE = 1 << 16
 
 
 class WindowPlan:
-    """All windows of a pair, known by their numbers before one is made.
+    """All windows of a pair, counted in advance.
 
     Args:
-        chunk_ends: what an earlier plan of the same pair found; counted here if left out.
+        chunk_ends: from an earlier plan of the same pair; counted if None.
     """
 
     def __init__(self, dataset: IndexedDataset, cutting: Cutting, chunk_ends: Numbers | None = None) -> None:
@@ -71,46 +71,46 @@ class WindowPlan:
 
     @property
     def rows(self) -> int:
-        """Windows in all."""
+        """Total number of windows."""
         return int(self.chunk_ends[-1]) if len(self.chunk_ends) else 0
 
     def windows(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
-        """The windows [first, last) with their offsets, in pieces of `rows_at_once` except for the last.
+        """Yields the windows [first, last) with their offsets, in groups of `rows_at_once` except for the last.
 
         Raises:
             DataError: the pair is damaged, or it does not hold token ids.
         """
-        yield from regrouped(self._pieces(first, last), self.cutting.rows_at_once)
+        yield from regrouped(self._groups(first, last), self.cutting.rows_at_once)
 
-    def _pieces(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
+    def _groups(self, first: int, last: int) -> Iterator[tuple[Windows, Numbers]]:
         chunk = int(np.searchsorted(self.chunk_ends, first, side="right"))
         for documents in self._chunks(chunk):
-            begin = int(self.chunk_ends[chunk - 1]) if chunk else 0
-            if begin >= last:
+            start = int(self.chunk_ends[chunk - 1]) if chunk else 0
+            if start >= last:
                 return
-            stop = min(last, int(self.chunk_ends[chunk])) - begin
-            yield from cut(self.cutting, documents, max(first - begin, 0), stop)
+            stop = min(last, int(self.chunk_ends[chunk])) - start
+            yield from cut(self.cutting, documents, max(first - start, 0), stop)
             chunk += 1
 
     def _chunks(self, number: int = 0) -> Iterator[Documents]:
-        """A bounded number of documents at once, from the chunk of this number on."""
+        """Yields a bounded number of documents at once, from a chunk on."""
         data = self.dataset
         for first in range(number * _DOCUMENTS_AT_ONCE, len(data.documents) - 1, _DOCUMENTS_AT_ONCE):
             bounds = data.documents[first : first + _DOCUMENTS_AT_ONCE + 1].astype(np.int64)
-            begin = int(bounds[0])
-            ends = np.cumsum(np.concatenate([[0], data.lengths[begin : int(bounds[-1])].astype(np.int64)]))
-            lengths = np.diff(ends[bounds - begin])
-            read = partial(self._tokens, int(data.pointers[begin]) if len(ends) > 1 else 0)
+            start = int(bounds[0])
+            ends = np.cumsum(np.concatenate([[0], data.lengths[start : int(bounds[-1])].astype(np.int64)]))
+            lengths = np.diff(ends[bounds - start])
+            read = partial(self._tokens, int(data.pointers[start]) if len(ends) > 1 else 0)
             yield documents_of(self.cutting.facts, lengths, read, data.prefix, first)
 
     def _tokens(self, first_byte: int, start: int, stop: int) -> np.ndarray:
-        """The tokens [start, stop) from a byte offset on: the sequences of a pair follow each other without a gap."""
+        """Returns the tokens [start, stop) from a byte offset on; the sequences of a pair are contiguous."""
         return self.dataset.tokens_at(first_byte + start * self.dataset.dtype.itemsize, stop - start)
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """One shard to write: its rows, its name, and the name it has until all are complete."""
+    """One shard to write: its rows, its name, and its temporary name."""
 
     first: int
     last: int
@@ -121,12 +121,12 @@ class _Shard:
 def write_shards(plan: WindowPlan, output_path: str, shards: int, workers: int) -> tuple[str, ...]:
     """Writes all windows of a plan into shards of nearly equal size, which appear together under their names.
 
-    Shards of an earlier run of that name are replaced. An exception leaves nothing new behind.
+    Shards of an earlier run of that name are replaced. An exception leaves no new files behind.
 
     Raises:
         DataError: the pair is damaged.
-        StorageError: the file system refused.
-        WorkerError: a worker process died.
+        StorageError: writing failed.
+        WorkerError: a worker process exited.
     """
     check_integers(plan.dataset)
     prepare_folder(output_path)
@@ -153,24 +153,24 @@ def check_integers(dataset: IndexedDataset) -> None:
     """Checks that a pair holds integers.
 
     Raises:
-        DataError: it does not.
+        DataError: it holds another type.
     """
     if dataset.dtype.kind not in "iu":
-        raise DataError(f"{dataset.bin_path} holds {dataset.dtype.name}, and windows are made of token ids only.")
+        raise DataError(f"{dataset.bin_path} holds {dataset.dtype.name}, but windows require token ids.")
 
 
 def prepare_folder(output_path: str) -> None:
-    """Makes the folder of an output path and removes what killed runs left there.
+    """Creates the folder of an output path and removes temporary files of killed runs.
 
     Raises:
-        ConfigError: it ends like a folder.
-        StorageError: the file system refused.
+        ConfigError: the path ends like a folder.
+        StorageError: the folder cannot be written.
     """
     path = Path(output_path)
     if output_path.endswith(os.sep) or not path.name:
         raise ConfigError(
-            f"--output-path {output_path} is a folder. Give the path of the shards without their numbers: "
-            f"{path / 'train'} gives {shard_name(str(path / 'train'), 0, 1)}."
+            f"--output-path {output_path} is a folder. Use the path of the shards without their numbers: "
+            f"{path / 'train'} for {shard_name(str(path / 'train'), 0, 1)}."
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,16 +179,16 @@ def prepare_folder(output_path: str) -> None:
         raise storage_error(path, failure) from failure
     for name in sorted({name for name in names if is_shard_of(path.name, name) or name == path.name}):
         for leftover in remove_leftovers(path.with_name(name)):
-            log.info(f"Removed {leftover}, which a killed run had left.")
+            log.info(f"Removed {leftover}, left behind by a killed run.")
 
 
 def publish(output_path: str, files: Sequence[tuple[Path, Path]]) -> None:
-    """Gives complete files their names as the shards of an output path; older shards of that path go first.
+    """Renames complete files to the shards of an output path; older shards of that path are removed first.
 
     A crash in between leaves too few shards, never shards of two runs.
 
     Raises:
-        StorageError: the file system refused; the older shards are as they were.
+        StorageError: the file system failed; the older shards are unchanged.
     """
     folder, named = Path(output_path).parent, {path for _, path in files}
     try:
@@ -211,7 +211,7 @@ def _write_shard(plan: WindowPlan, shard: _Shard) -> None:
 
 
 def _write_in_workers(plan: WindowPlan, shards: Sequence[_Shard], workers: int) -> None:
-    """Distributes the shards over processes and waits for all; the first failure ends the others."""
+    """Distributes the shards over processes and waits for all; the first failure stops the others."""
     method = start_method()
     running: dict[Connection, BaseProcess] = {}
     processes: list[BaseProcess] = []
@@ -226,28 +226,28 @@ def _write_in_workers(plan: WindowPlan, shards: Sequence[_Shard], workers: int) 
             running[receiver] = processes[-1]
         while running:
             for receiver in [ready for ready in wait(list(running)) if isinstance(ready, Connection)]:
-                _take_answer(receiver, running.pop(receiver))
+                _receive_report(receiver, running.pop(receiver))
     finally:
         stop_processes(processes)
 
 
-def _take_answer(receiver: Connection, process: BaseProcess) -> None:
+def _receive_report(receiver: Connection, process: BaseProcess) -> None:
     try:
-        answer = json.loads(receiver.recv_bytes())
+        report = json.loads(receiver.recv_bytes())
     except (EOFError, OSError) as failure:
         title = f"the process {process.pid}, which wrote shards,"
-        raise death_of(title, process, workers_flag="--num-workers") from failure
-    raise_failure(answer)
+        raise exit_error(title, process, workers_flag="--num-workers") from failure
+    raise_failure(report)
 
 
-def _work(prefix: str, cutting: Cutting, chunk_ends: Numbers, shards: Sequence[_Shard], answers: Connection) -> None:
+def _work(prefix: str, cutting: Cutting, chunk_ends: Numbers, shards: Sequence[_Shard], reports: Connection) -> None:
     """The body of a process: writes its shards, then reports the outcome."""
     enter_worker()
-    answer = {}
+    report = {}
     try:
         plan = WindowPlan(IndexedDataset(prefix), cutting, chunk_ends)
         for shard in shards:
             _write_shard(plan, shard)
     except MegatronError as failure:
-        answer = failure_message(failure)
-    answers.send_bytes(json.dumps(answer).encode())
+        report = failure_message(failure)
+    reports.send_bytes(json.dumps(report).encode())

@@ -1,7 +1,7 @@
-"""Cutting documents into windows of one length: where each begins, and its row of ids, mask and labels.
+"""Cuts documents into windows of equal length: offsets, and rows of ids, masks and labels.
 
-A document of L tokens gives windows that begin every `stride` tokens, until one reaches its end; all but the last hold
-`tokens_per_window` tokens. Every token is in at least one window, unless short windows are dropped on request.
+The windows of a document start every `stride` tokens, until one reaches its end; all but the last hold
+`tokens_per_window` tokens. Every token is in at least one window, unless short windows are dropped.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Cutting:
-    """How windows are cut.
+    """The parameters for cutting windows.
 
     Args:
-        shortest: least positions of a window, special tokens included; a shorter one is short.
-        drop_short: leave short windows out, with the tokens that no other window holds.
-        positions_at_once: about this many positions make a row group.
+        shortest: minimum positions of a window, special tokens included; windows below it are short.
+        drop_short: drop short windows, with the tokens that no other window holds.
+        positions_at_once: approximate positions per row group.
     """
 
     facts: WindowFacts
@@ -41,17 +41,17 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts of what cutting documents gave; the parts add up.
+    """Counts of the cut windows.
 
     Args:
-        documents: with tokens in them.
+        documents: with tokens.
         tokens: of the documents.
         windows: rows written.
-        repeated: positions that hold a token which the window before holds too.
-        special: positions that hold a beginning or an end.
-        padded: positions that hold nothing.
-        short: windows below the minimum length; `dropped_windows` of them were left out.
-        dropped: tokens that are in no window.
+        repeated: positions with a token that is also in the previous window.
+        special: positions with a begin or end token.
+        padded: positions with padding.
+        short: windows below the minimum length; `dropped_windows` of them were dropped.
+        dropped: tokens in no window.
     """
 
     documents: int = 0
@@ -66,7 +66,7 @@ class Tally:
 
     @property
     def kept(self) -> int:
-        """Tokens that are in a window, each counted once."""
+        """Tokens in at least one window."""
         return self.tokens - self.dropped
 
     def __add__(self, other: Tally) -> Tally:
@@ -76,17 +76,17 @@ class Tally:
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents in a stream of tokens, in their order.
+    """Consecutive documents in a stream of tokens.
 
     Shapes:
         lengths, starts: int64 [documents].
 
     Args:
-        lengths: in tokens, without the ids that begin and end a document where these are taken off.
-        starts: where in the stream each begins, likewise.
-        read: gives the tokens [start, stop) of the stream.
-        name: of where they are, for errors.
-        first: number of the first one there.
+        lengths: in tokens, without removed begin and end ids.
+        starts: offset of each in the stream, likewise.
+        read: returns the tokens [start, stop) of the stream.
+        name: of the source, for errors.
+        first: index of the first one in the source.
     """
 
     lengths: Numbers
@@ -103,18 +103,18 @@ def documents_of(
     name: str,
     first: int = 0,
 ) -> Documents:
-    """Documents that follow each other from the beginning of a stream, without what is taken off.
+    """Returns consecutive documents from the beginning of a stream, without removed ids.
 
     Shapes:
         lengths: int64 [documents], in tokens of the stream.
     """
-    before, after = _taken_off(facts)
+    before, after = _removed(facts)
     starts = np.cumsum(lengths) - lengths + before
     return Documents(np.maximum(lengths - before - after, 0), starts, read, name, first)
 
 
 def window_counts(cutting: Cutting, lengths: Numbers) -> Numbers:
-    """How many windows each document gives.
+    """Returns the number of windows of each document.
 
     Shapes:
         lengths: int64 [documents], in tokens -> int64 [documents].
@@ -124,7 +124,7 @@ def window_counts(cutting: Cutting, lengths: Numbers) -> Numbers:
 
 
 def tally(cutting: Cutting, lengths: Numbers) -> Tally:
-    """Counts what cutting documents of these lengths gives.
+    """Counts the windows of documents of these lengths.
 
     Shapes:
         lengths: int64 [documents].
@@ -154,16 +154,16 @@ def tally(cutting: Cutting, lengths: Numbers) -> Tally:
 def cut(
     cutting: Cutting, documents: Documents, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[Windows, Numbers]]:
-    """The windows [first, last) of documents, a bounded number at once, with their offsets.
+    """Yields the windows [first, last) of documents, a bounded number at once, with their offsets.
 
     Shapes:
         the offsets: int64 [windows].
 
     Raises:
-        DataError: an id is negative, or a document does not begin or end with the id that is taken off.
+        DataError: an id is negative, or a document lacks the begin or end id to remove.
     """
     facts, lengths = cutting.facts, documents.lengths
-    before, after = _taken_off(facts)
+    before, after = _removed(facts)
     counts = window_counts(cutting, lengths)
     ends = np.cumsum(counts)
     last = int(counts.sum()) if last is None else last
@@ -174,14 +174,14 @@ def cut(
         offsets = numbers * facts.stride
         sizes = np.minimum(lengths[owners] - offsets, facts.tokens_per_window)
         starts = documents.starts[owners] + offsets
-        begin, stop = int(starts[0]) - before, int((starts + sizes).max()) + after
-        tokens = documents.read(begin, stop)
+        start, stop = int(starts[0]) - before, int((starts + sizes).max()) + after
+        tokens = documents.read(start, stop)
         if tokens.dtype.kind == "i" and tokens.min() < 0:
             raise DataError(
                 f"{documents.name} holds the id {tokens.min()} in documents {documents.first + owners[0]} to "
-                f"{documents.first + owners[-1]}; ids are not negative. The file is damaged or holds no tokens."
+                f"{documents.first + owners[-1]}; ids must not be negative. The file is damaged or holds no tokens."
             )
-        starts -= begin
+        starts -= start
         if facts.document_begin is not None:
             _check_id(documents, "begins", facts.document_begin, owners, tokens[starts - 1], offsets == 0)
         if facts.document_end is not None:
@@ -191,13 +191,13 @@ def cut(
         first += len(rows)
 
 
-def regrouped(pieces: Iterable[tuple[Windows, Numbers]], size: int) -> Iterator[tuple[Windows, Numbers]]:
-    """The same windows in pieces of `size` rows, except for the last; none of the given ones is larger."""
+def regrouped(groups: Iterable[tuple[Windows, Numbers]], size: int) -> Iterator[tuple[Windows, Numbers]]:
+    """Regroups windows in groups of at most `size` rows to groups of exactly `size`, except for the last."""
     held: list[tuple[Windows, Numbers]] = []
     count = 0
-    for piece in pieces:
-        held.append(piece)
-        count += len(piece[1])
+    for group in groups:
+        held.append(group)
+        count += len(group[1])
         if count >= size:
             whole = _joined(held)
             yield _part(whole, slice(0, size))
@@ -207,41 +207,41 @@ def regrouped(pieces: Iterable[tuple[Windows, Numbers]], size: int) -> Iterator[
         yield _joined(held)
 
 
-def _joined(pieces: Sequence[tuple[Windows, Numbers]]) -> tuple[Windows, Numbers]:
-    if len(pieces) == 1:
-        return pieces[0]
+def _joined(groups: Sequence[tuple[Windows, Numbers]]) -> tuple[Windows, Numbers]:
+    if len(groups) == 1:
+        return groups[0]
     windows = Windows(
-        np.concatenate([piece.input_ids for piece, _ in pieces]),
-        np.concatenate([piece.attention_mask for piece, _ in pieces]),
-        np.concatenate([piece.labels for piece, _ in pieces]),
+        np.concatenate([group.input_ids for group, _ in groups]),
+        np.concatenate([group.attention_mask for group, _ in groups]),
+        np.concatenate([group.labels for group, _ in groups]),
     )
-    return windows, np.concatenate([offsets for _, offsets in pieces])
+    return windows, np.concatenate([offsets for _, offsets in groups])
 
 
-def _part(piece: tuple[Windows, Numbers], rows: slice) -> tuple[Windows, Numbers]:
-    windows, offsets = piece
+def _part(group: tuple[Windows, Numbers], rows: slice) -> tuple[Windows, Numbers]:
+    windows, offsets = group
     return Windows(windows.input_ids[rows], windows.attention_mask[rows], windows.labels[rows]), offsets[rows]
 
 
-def _taken_off(facts: WindowFacts) -> tuple[int, int]:
-    """How many ids before and after every document are taken off."""
+def _removed(facts: WindowFacts) -> tuple[int, int]:
+    """Returns the number of ids removed before and after every document."""
     return int(facts.document_begin is not None), int(facts.document_end is not None)
 
 
 def _check_id(
     documents: Documents,
     what: str,
-    wanted: int,
+    expected: int,
     owners: Numbers,
     ids: npt.NDArray[Any],
     counts: npt.NDArray[np.bool_],
 ) -> None:
-    wrong = np.flatnonzero(counts & (ids != wanted))
+    wrong = np.flatnonzero(counts & (ids != expected))
     if len(wrong):
         raise DataError(
             f"{documents.name}: document {documents.first + owners[wrong[0]]} {what} with the id {ids[wrong[0]]}, "
-            f"not with {wanted} as its tokenizer, or the --append-eod in its description {documents.name}.json, would "
-            "make it. Preprocess the corpus again, or remove the description."
+            f"expected {expected} by its tokenizer or the --append-eod in its description {documents.name}.json. "
+            "Preprocess the corpus again, or remove the description."
         )
 
 
@@ -251,7 +251,7 @@ def _all_counts(cutting: Cutting, lengths: Numbers) -> Numbers:
 
 
 def _is_short(cutting: Cutting, lengths: Numbers, counts: Numbers) -> npt.NDArray[np.bool_]:
-    """Whether the last window of each document is short."""
+    """Returns a mask of the documents whose last window is short."""
     last_size = lengths - (counts - 1) * cutting.facts.stride
     return (counts > 0) & (last_size + cutting.facts.special_tokens < cutting.shortest)
 
@@ -263,16 +263,16 @@ def _rows(
     sizes: Numbers,
     goes_on: npt.NDArray[np.bool_],
 ) -> Windows:
-    """Rows with their special tokens and padding.
+    """Builds rows with special tokens and padding.
 
     Shapes:
-        starts, sizes, goes_on: [n], where in `tokens` the tokens of a window begin, how many there are, and whether
-        it follows another of the document.
+        starts, sizes, goes_on: [n], offset of a window in `tokens`, its number of tokens, and True if it follows
+        another one of the document.
     """
     rows, before = np.arange(len(starts)), facts.before
-    places = starts[:, None] + np.arange(facts.tokens_per_window)  # [n, tokens_per_window]
+    indices = starts[:, None] + np.arange(facts.tokens_per_window)  # [n, tokens_per_window]
     ids = np.full((len(starts), facts.sequence_length), facts.pad_id, dtype=np.int64)
-    ids[:, before : before + facts.tokens_per_window] = tokens[np.minimum(places, len(tokens) - 1)]
+    ids[:, before : before + facts.tokens_per_window] = tokens[np.minimum(indices, len(tokens) - 1)]
     if facts.bos_id is not None and before:
         ids[:, 0] = facts.bos_id
     positions = np.arange(facts.sequence_length)

@@ -16,7 +16,7 @@ from megatron.files.failures import storage_error
 
 
 class WindowWriter:
-    """Writes windows into a Parquet file that the caller opened and will name; use as a context manager.
+    """Writes windows into an open Parquet file, which the caller renames; use as a context manager.
 
     Args:
         stream: open for writing bytes.
@@ -36,7 +36,7 @@ class WindowWriter:
             self._schema,
             compression="zstd",
             compression_level=1,
-            write_statistics=False,  # the smallest and the largest id of a page are of no use
+            write_statistics=False,  # extremes of ids are useless
             write_page_checksum=True,
         )
 
@@ -64,10 +64,10 @@ class WindowWriter:
         """Appends a row group.
 
         Shapes:
-            offsets: int64 [n], where in its document each window begins.
+            offsets: int64 [n], offset of each window in its document.
 
         Raises:
-            StorageError: the file system refused.
+            StorageError: writing failed.
         """
         arrow = self._arrow
         rows, length = windows.input_ids.shape
@@ -85,5 +85,5 @@ class WindowWriter:
     def _quietly_close(self) -> None:
         try:
             self._writer.close()
-        except (OSError, ValueError):  # the failure that ended the work is the one to report
+        except (OSError, ValueError):  # the original failure is reported instead
             return

@@ -1,7 +1,7 @@
-"""Converting windows in Parquet files back to a `.bin/.idx` pair.
+"""Converts windows in Parquet files back to a `.bin/.idx` pair.
 
-Files of `tools/corpus/featurize.py` give back the documents that they were cut from: special tokens, padding and
-overlaps of windows are removed. Of other tools' files each window becomes a document with all ids that its mask keeps.
+For files of `tools/corpus/featurize.py` the original documents are restored: special tokens, padding and overlaps are
+removed. For files of other tools each window becomes a document with all ids selected by its mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.data.formats.sidecar import check_replaceable
 from megatron.data.formats.window_names import expand_windows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
-from megatron.tokenizers.tokenizer import surround
+from megatron.tokenizers.tokenizer import add_special_tokens
 from trident.corpus.featurize.window_cutting import Numbers
 from trident.corpus.inputs.block import InputBlock
 from trident.corpus.preprocess.provenance import SourceLog, versions
@@ -29,11 +29,11 @@ _POSITIONS_AT_ONCE = 1 << 19
 
 @dataclass(frozen=True)
 class BackResult:
-    """What was written.
+    """The outcome of a conversion.
 
     Args:
-        whole: the documents are the ones that the windows were cut from; else each window is one.
-        empty: windows without a token, which were left out.
+        whole: the original documents were restored; otherwise each window is one.
+        empty: skipped windows without a token.
     """
 
     documents: int
@@ -46,17 +46,16 @@ class BackResult:
 def windows_to_tokens(
     values: Sequence[str], output_prefix: str, tokenizer: TokenizerRecord | None = None, append_eod: bool = False
 ) -> BackResult:
-    """Writes the documents of Parquet windows into a pair and, where the tokenizer is known, its description.
+    """Writes the documents of Parquet windows into a pair and, if the tokenizer is known, its description.
 
     Args:
-        values: files, patterns, or the path before the shards' numbers.
-        tokenizer: that made the ids, where the files do not say.
-        append_eod: end every document with the end-of-document id. Where documents ended with it before they were cut,
-            they always do.
+        values: files, patterns, or the path before the shard number.
+        tokenizer: of the ids, if the files do not record it.
+        append_eod: end every document with the end-of-document id; always true if documents had it before.
 
     Raises:
-        ConfigError: the end of document is unknown, or pyarrow is missing.
-        DataError: a file is damaged, holds no windows, or does not belong to the others.
+        ConfigError: the end-of-document id is unknown, or pyarrow is missing.
+        DataError: a file is damaged, holds no windows, or does not match the others.
         StorageError: the outputs cannot be written.
     """
     paths = expand_windows(values)
@@ -69,8 +68,8 @@ def windows_to_tokens(
         end = None if record is None else record.eod_id
         if end is None:
             raise ConfigError(
-                f"--append-eod: {paths[0]} does not say which id ends a document. Give the tokenizer that made it, "
-                "or leave --append-eod out."
+                f"--append-eod: {paths[0]} does not record the end-of-document id. Set its tokenizer, or remove "
+                "--append-eod."
             )
     vocab_size = None if record is None else record.vocab_size
     log = SourceLog()
@@ -81,7 +80,7 @@ def windows_to_tokens(
             empty += len(lengths) - len(kept)
             if begin is not None or end is not None:
                 around = [[] if token is None else [token] for token in (begin, end)]
-                tokens, kept = surround(tokens, kept, around[0], around[1])
+                tokens, kept = add_special_tokens(tokens, kept, around[0], around[1])
             writer.add_batch(tokens, kept)
         for path in paths:
             with WindowFile(path) as file:
@@ -94,10 +93,10 @@ def windows_to_tokens(
 
 
 def _facts_of_all(paths: Sequence[str]) -> WindowFacts | None:
-    """What all files say of their windows.
+    """Returns the window parameters of all files.
 
     Raises:
-        DataError: they differ.
+        DataError: the files differ.
     """
     first = None
     for path in paths:
@@ -107,8 +106,8 @@ def _facts_of_all(paths: Sequence[str]) -> WindowFacts | None:
             first = facts
         elif facts != first:
             raise DataError(
-                f"{path} and {paths[0]} were not cut in the same way (windows, special tokens or tokenizer differ), "
-                "so they are not one corpus. Convert them one by one."
+                f"{path} and {paths[0]} differ in windows, special tokens or tokenizer, so they are not one corpus. "
+                "Convert them one by one."
             )
     return first
 
@@ -120,7 +119,7 @@ def _tokenizer_of(facts: WindowFacts | None, given: TokenizerRecord | None, path
     if not made_with.is_of(given):
         raise DataError(
             f"{path} was made with another tokenizer ({made_with.name}, {made_with.vocab_size} tokens) than the one "
-            f"given ({given.name}, {given.vocab_size} tokens). Give the same one, or none: the file knows its own."
+            f"given ({given.name}, {given.vocab_size} tokens). Use the same one, or none: the file records it."
         )
     return replace(made_with, eod_id=given.eod_id if made_with.eod_id is None else made_with.eod_id)
 
@@ -128,7 +127,7 @@ def _tokenizer_of(facts: WindowFacts | None, given: TokenizerRecord | None, path
 def _documents(
     paths: Sequence[str], facts: WindowFacts | None, vocab_size: int | None
 ) -> Iterator[tuple[npt.NDArray[Any], Numbers]]:
-    """Documents of all files in their order: their tokens back to back, and how many each has."""
+    """Yields the documents of all files in order: concatenated tokens, and the length of each."""
     assembly = None if facts is None else _Assembly(facts)
     for path in paths:
         with WindowFile(path) as file:
@@ -147,24 +146,24 @@ def _documents(
 
 
 class _Assembly:
-    """Reassembles documents from their windows, as these arrive.
+    """Reassembles documents from their windows incrementally.
 
     Shapes:
-        body: [rows, tokens_per_window], the tokens of windows without beginnings and ends.
+        body: [rows, tokens_per_window], the tokens of windows without begin and end ids.
     """
 
     def __init__(self, facts: WindowFacts) -> None:
         self._facts = facts
         self._last: tuple[npt.NDArray[np.int64], int, int] | None = None  # body, offset and size of the last window
-        self._unfinished: list[npt.NDArray[np.int32]] = []  # tokens of a document whose end has not come
+        self._unfinished: list[npt.NDArray[np.int32]] = []  # tokens of an incomplete document
 
     def add(
         self, windows: Windows, offsets: Numbers, where: str, first: int
     ) -> tuple[npt.NDArray[np.integer], Numbers]:
-        """Adds windows and returns the documents that are complete.
+        """Adds windows and returns the complete documents.
 
         Raises:
-            DataError: they do not follow the windows before, or have other tokens where the two overlap.
+            DataError: the windows do not continue the previous ones, or their overlap differs.
         """
         facts = self._facts
         body = windows.input_ids[:, facts.before : facts.before + facts.tokens_per_window]
@@ -172,28 +171,28 @@ class _Assembly:
         columns = np.arange(facts.tokens_per_window)
         positions = np.arange(facts.sequence_length)
         filled = (windows.attention_mask == 1) == (positions < (sizes + facts.special_tokens)[:, None])
-        _refuse(~filled.all(axis=1) | (sizes < 1), where, first, "has a mask that is not tokens first, then padding")
+        _refuse(~filled.all(axis=1) | (sizes < 1), where, first, "has a mask other than tokens first, then padding")
         earlier_body, earlier_offsets, earlier_sizes = self._shifted(body, offsets, sizes)
         goes_on = offsets > 0
         shared = np.where(goes_on, earlier_offsets + earlier_sizes - offsets, 0)
         gap = goes_on & ((shared < 0) | (shared > sizes) | (offsets <= earlier_offsets))
-        _refuse(gap | (offsets < 0), where, first, "does not follow the window before it: shards or rows are missing")
-        places = np.minimum(columns + np.where(goes_on, offsets - earlier_offsets, 0)[:, None], len(columns) - 1)
-        differs = (np.take_along_axis(earlier_body, places, axis=1) != body) & (columns < shared[:, None])
-        _refuse(differs.any(axis=1), where, first, "holds other tokens than the window before it where both overlap")
+        _refuse(gap | (offsets < 0), where, first, "does not continue the previous window: shards or rows are missing")
+        indices = np.minimum(columns + np.where(goes_on, offsets - earlier_offsets, 0)[:, None], len(columns) - 1)
+        differs = (np.take_along_axis(earlier_body, indices, axis=1) != body) & (columns < shared[:, None])
+        _refuse(differs.any(axis=1), where, first, "differs from the previous window where both overlap")
         self._last = (body[-1], int(offsets[-1]), int(sizes[-1]))
         new = (columns >= shared[:, None]) & (columns < sizes[:, None])
         return self._complete(body[new], sizes - shared, np.flatnonzero(~goes_on))
 
     def rest(self) -> tuple[npt.NDArray[np.integer], Numbers]:
-        """The last document, when there are no more windows."""
+        """Returns the last document, after all windows."""
         tokens = np.concatenate([*self._unfinished, np.empty(0, np.int32)])
         return tokens, np.array([len(tokens)] if len(tokens) else [], dtype=np.int64)
 
     def _shifted(
         self, body: npt.NDArray[np.int64], offsets: Numbers, sizes: Numbers
     ) -> tuple[npt.NDArray[np.int64], Numbers, Numbers]:
-        """The window before each window."""
+        """Returns the previous window of each window."""
         before = (np.zeros_like(body[0]), -1, 0) if self._last is None else self._last
         return (
             np.concatenate([before[0][None], body[:-1]]),
@@ -204,7 +203,7 @@ class _Assembly:
     def _complete(
         self, tokens: npt.NDArray[np.int64], counts: Numbers, starts: Numbers
     ) -> tuple[npt.NDArray[np.integer], Numbers]:
-        """Splits new tokens at the rows that begin a document; keeps what belongs to the last one."""
+        """Splits new tokens at the rows that begin a document; keeps the tokens of the last one."""
         if not len(starts):
             self._unfinished.append(tokens.astype(np.int32))  # a document may be long
             return tokens[:0], counts[:0]
@@ -219,4 +218,4 @@ class _Assembly:
 def _refuse(wrong: npt.NDArray[np.bool_], where: str, first: int, what: str) -> None:
     if wrong.any():
         row = first + int(np.flatnonzero(wrong)[0])
-        raise DataError(f"{where.format(row)} {what}. The file is damaged: fetch it or make it again.")
+        raise DataError(f"{where.format(row)} {what}. The file is damaged: download or create it again.")

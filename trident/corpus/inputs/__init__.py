@@ -1,5 +1,5 @@
-"""Input of the corpus tools: files, databases and hub datasets, cut into blocks, and the documents in a block.
+"""Input of the corpus tools: files, databases and Hub datasets, cut into blocks, and the documents in a block.
 
-What `--input` names, decompression, lines of JSON, Parquet rows and plain text, with the place of every bad document.
+Values of `--input`, decompression, lines of JSON, Parquet rows and plain text, with the location of every bad document.
 Nothing here encodes or filters a document.
 """

@@ -1,4 +1,4 @@
-"""A block: a stretch of an input, as it passes from the code that cuts inputs to the workers, and the texts in it."""
+"""A block, the unit of input that is sent to the workers, and the texts in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trident.corpus.inputs.lines import BYTE_ORDER_MARK, LONG_LINE_BYTES, BadLin
 from trident.corpus.inputs.parquet import parquet_texts
 
 STANDARD_INPUT = "-"
-LINE_END = "\n"  # what ends a document in plain text, unless another separator is given
+LINE_END = "\n"  # the default document separator in plain text
 _CARRIAGE_RETURN = 0x0D
 
 
@@ -24,15 +24,15 @@ class InputBlock:
     """Whole lines of one input; the last line of an input may lack its newline.
 
     Args:
-        source: the input as it was given.
+        source: the input as given.
         start: byte offset in the (uncompressed) input.
         size: bytes of the block.
-        data: its bytes, or None when they are to be read from the file `source`.
-        input_bytes: bytes of the input file that were consumed for this block.
-        layout: how it holds documents, see `layout_of`; of a Parquet file `start` and `size` count rows' bytes in
-            Arrow's form, of a store the bytes of its rows as lines of JSON.
-        first_line: number of the input's documents before this block, where a share of the input begins with it and
-            they are not found by counting newlines.
+        data: its bytes, or None to read them from the file `source`.
+        input_bytes: bytes of the input file consumed for this block.
+        layout: see `layout_of`; `start` and `size` count bytes in Arrow's format for a Parquet file, and bytes of JSON
+            lines for a store.
+        first_line: number of the input's documents before this block, if a share of the input begins with it and
+            newlines cannot be counted.
     """
 
     source: str
@@ -44,10 +44,10 @@ class InputBlock:
     first_line: int = 0
 
     def read(self) -> bytes:
-        """The bytes of the block.
+        """Returns the bytes of the block.
 
         Raises:
-            DataError: the file has become shorter or unreadable since it was cut.
+            DataError: the file was truncated or became unreadable.
         """
         if self.data is not None:
             return self.data
@@ -60,27 +60,27 @@ class InputBlock:
         if len(data) != self.size:
             raise DataError(
                 f"{self.source}: ended at byte offset {self.start + len(data)} instead of "
-                f"{self.start + self.size}: it was truncated while it was read. Start again when nothing writes to it."
+                f"{self.start + self.size}: it was truncated while being read. Start again when nothing writes to it."
             )
         return data
 
 
 def as_block_data(data: bytearray) -> bytes:
-    """Bytes as a block carries them: copied to `bytes`, which is faster to work on, unless there are too many."""
+    """Converts data to `bytes`, which is faster to process, unless it is too large to copy."""
     return bytes(data) if len(data) < LONG_LINE_BYTES else cast(bytes, data)
 
 
 def shown_path(path: str) -> str:
-    """How an input is called in messages."""
+    """Returns the name of an input in messages."""
     return "<stdin>" if path == STANDARD_INPUT else path
 
 
 def unreadable(path: str, offset: int, failure: BaseException) -> DataError:
-    """The error of an input that is damaged at a byte offset of its text."""
+    """Returns the error for an input that is damaged at a byte offset of its text."""
     return DataError(
         f"{shown_path(path)}: cannot be read past byte offset {offset} of its text: {failure}. "
-        + (recognized_file(path) or "The file is damaged or not of the format in its suffix; fetch it again")
-        + ", or leave it out."
+        + (recognized_file(path) or "The file is damaged or does not match its suffix; download it again")
+        + ", or remove it."
     )
 
 
@@ -93,13 +93,13 @@ def parse_block(
     hold_long: bool = False,
     shows_all: bool = False,
 ) -> ParsedLines:
-    """Takes the texts under `keys` out of every document of a block; plain text has one, which every key gets.
+    """Extracts the texts under `keys` from every document of a block; plain text has one, for every key.
 
     Args:
         skip_bad: continue after a bad document; otherwise stop at it.
-        separator: what ends a document in plain text, a line's end if None; see `separator_pattern`.
-        hold_long: a very long text is given as a `LongText`.
-        shows_all: keep every bad document, not the first few.
+        separator: ends a document in plain text, a line end if None; see `separator_pattern`.
+        hold_long: return very long texts as `LongText`.
+        shows_all: keep every bad document, not only the first few.
 
     Raises:
         DataError: the block cannot be read.
@@ -112,9 +112,9 @@ def parse_block(
         parsed = _parse_text(data, keys, is_first, skip_bad, separator, hold_long, shows_all)
     else:
         parsed = parse_lines(data, keys, is_first, skip_bad, hold_long, shows_all)
-    words = recognized(data[:FIRST_BYTES], as_lines=not is_text) if is_first and parsed.bad else ""
-    if words and parsed.bad[0].line == 0:
-        parsed.bad[0] = replace(parsed.bad[0], reason=f"{parsed.bad[0].reason}. {words}")
+    hint = recognized(data[:FIRST_BYTES], as_lines=not is_text) if is_first and parsed.bad else ""
+    if hint and parsed.bad[0].line == 0:
+        parsed.bad[0] = replace(parsed.bad[0], reason=f"{parsed.bad[0].reason}. {hint}")
     return parsed
 
 
@@ -130,7 +130,7 @@ def _parse_text(
     offset = len(BYTE_ORDER_MARK) if is_first and data.startswith(BYTE_ORDER_MARK) else 0
     texts: list[Any] = []
     parsed = ParsedLines([texts for _ in keys], shows_all=shows_all)
-    for number, (start, stop) in enumerate(_text_pieces(data, offset, separator or LINE_END)):
+    for number, (start, stop) in enumerate(_text_ranges(data, offset, separator or LINE_END)):
         parsed.lines += 1
         if parsed.bad and not skip_bad:  # only counted
             continue
@@ -146,16 +146,14 @@ def _parse_text(
 
 
 def separator_pattern(separator: str) -> re.Pattern[bytes]:
-    """What ends a document in plain text: a separator whose line ends may also be those of Windows.
-
-    A carriage return before a leading line feed is left to the caller: a pattern that begins with a literal is fast.
-    """
-    line_feed_inside = rb"(?!\A)(?<!\r)\\\n"  # escaped; after a given carriage return it is taken literally
+    """Returns the pattern of a document separator, whose line ends also match Windows line ends."""
+    # The caller handles a carriage return before a leading line feed: a pattern that begins with a literal is fast.
+    line_feed_inside = rb"(?!\A)(?<!\r)\\\n"  # escaped; literal after an explicit carriage return
     return re.compile(re.sub(line_feed_inside, rb"\\r?\\n", re.escape(separator.encode())))
 
 
-def _text_pieces(data: bytes, start: int, separator: str) -> Iterator[tuple[int, int]]:
-    """Where each document of plain text begins and stops; an empty rest after the last separator is not a document."""
+def _text_ranges(data: bytes, start: int, separator: str) -> Iterator[tuple[int, int]]:
+    """Yields the range of each document in plain text; an empty rest after the last separator is not a document."""
     begins_line = separator.startswith(LINE_END)
     for ending in separator_pattern(separator).finditer(data, start):
         stop = ending.start()
@@ -175,9 +173,9 @@ def _parse_rows(columns: list[list[Any]], keys: Sequence[str], skip_bad: bool, s
                 texts.append(value)
             continue
         value = values[list(keys).index(wrong)]
-        what = "bytes that are not" if isinstance(value, bytes) else f"a {type(value).__name__}, not a"
-        kind = "is null or missing" if value is None else f"holds {what} text"
-        parsed.add_bad(BadLine(number, 0, f"column {wrong!r} {kind} in this row"))
+        found = "bytes that are not" if isinstance(value, bytes) else f"a value of type {type(value).__name__}, not"
+        problem = "is null or missing" if value is None else f"holds {found} text"
+        parsed.add_bad(BadLine(number, 0, f"column {wrong!r} {problem} in this row"))
         if not skip_bad:
             break
     return parsed

@@ -1,8 +1,7 @@
-"""Compressed files as streams of bytes, read to their very end: damaged or truncated data is refused, never left out.
+"""Readers for compressed files that detect all damage and truncation.
 
-The standard library's readers stop silently at damage between two members of a .bz2 or .xz file, of which
-parallel compressors write many, and the zstandard package's does not notice that a file was truncated; here both are
-errors.
+The standard library's readers stop silently at damage between two members of a .bz2 or .xz file (parallel compressors
+write many), and the zstandard package's ignores truncation; here both are errors.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from megatron.errors import ConfigError
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _XZ_MEMORY_BYTES = 320 << 20  # the largest preset needs 65 MB
-# What is fed at once: "128 KiB of zeros" takes four bytes in a zstd frame, so that one step can give 32 MiB.
+# Bytes per step: 128 KiB of zeros take four bytes in a zstd frame, so one step can yield 32 MiB.
 _FEED_BYTES = 1 << 10
 
 
 def is_compressed(path: str) -> bool:
-    """Whether the suffix of a file says that it is compressed."""
+    """Returns True if a file has the suffix of a compressed file."""
     return _suffix(path) in _OPENERS
 
 
 def decompressing(raw: io.BufferedReader, path: str) -> Any:
-    """A reader of the text of an open compressed file; it has `read(size)` and `close()`.
+    """Returns a reader, with `read(size)` and `close()`, for the text of an open compressed file.
 
     Raises:
         ConfigError: the package for it is not installed.
-        EOFError: the file is empty, which no compressed file is.
+        EOFError: the file is empty, which is invalid for a compressed file.
     """
     if not raw.peek(1):
         raise EOFError(f"it is empty, which no {_suffix(path)} file is")
@@ -41,7 +40,7 @@ def decompressing(raw: io.BufferedReader, path: str) -> Any:
 
 
 def check_decompressor(path: str) -> None:
-    """Checks that the package that a file's suffix needs is installed.
+    """Checks that the package required by a file's suffix is installed.
 
     Raises:
         ConfigError: it is not.
@@ -51,16 +50,16 @@ def check_decompressor(path: str) -> None:
 
 
 class _Members(io.RawIOBase):
-    """The text of compressed members, or frames, that follow each other to the end of a file.
+    """The text of consecutive compressed members, or frames, up to the end of a file.
 
     Args:
-        new_member: makes the decompressor of one member.
+        new_member: creates the decompressor of one member.
         padding: bytes that may fill the gaps between members.
-        truncated: says that the file ends inside a member.
+        truncated: message for a file that ends inside a member.
 
     Raises:
         EOFError: on reading, the file ends inside a member.
-        OSError, lzma.LZMAError, zstandard.ZstdError: on reading, it is damaged.
+        OSError, lzma.LZMAError, zstandard.ZstdError: on reading, the file is damaged.
     """
 
     def __init__(self, raw: IO[bytes], new_member: Callable[[], Any], padding: bytes, truncated: str) -> None:
@@ -89,7 +88,7 @@ class _Members(io.RawIOBase):
         return count
 
     def _advance(self) -> bool:
-        """Decompresses a little more; False at the end of the file."""
+        """Decompresses a chunk; returns False at the end of the file."""
         self._fed = self._fed or self._raw.read(_FEED_BYTES)
         if not self._fed:
             if self._member is not None:
@@ -108,7 +107,7 @@ class _Members(io.RawIOBase):
 
 
 def zstandard_stream(raw: IO[bytes], path: str) -> IO[bytes]:
-    """The decompressed bytes of all frames of a file.
+    """Returns a reader for the decompressed bytes of all frames of a file.
 
     Raises:
         ConfigError: the package is not installed.
@@ -120,7 +119,7 @@ def zstandard_stream(raw: IO[bytes], path: str) -> IO[bytes]:
 
 
 def zstandard_library(path: str, flag: str = "--input", advice: str = "decompress it first") -> Any:
-    """The package, asked for on behalf of a file that a flag names.
+    """Imports the package, required for a file given by a flag.
 
     Raises:
         ConfigError: it is not installed.
@@ -129,7 +128,7 @@ def zstandard_library(path: str, flag: str = "--input", advice: str = "decompres
         import zstandard
     except ImportError as failure:
         raise ConfigError(
-            f"{flag} {path} needs the zstandard package (pip install zstandard), or {advice}."
+            f"{flag} {path} requires the zstandard package (pip install zstandard), or {advice}."
         ) from failure
     return zstandard
 

@@ -1,4 +1,4 @@
-"""The demo corpus: text that comes with every Python installation, its sources and docstrings.
+"""The demo corpus: the sources and docstrings of the Python installation.
 
 Standard library only, so that it works before anything is installed.
 """
@@ -24,7 +24,7 @@ from megatron.files.replacing import check_writable, write_atomically
 LEAST_BYTES = 10_000_000
 _LEAST_TEXT_LETTERS = 200
 _LONGEST_TEXT_LETTERS = 1_000_000
-_LEFT_OUT_FOLDERS = frozenset(
+_SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
         "site-packages",
@@ -42,24 +42,24 @@ _LEFT_OUT_FOLDERS = frozenset(
 
 @dataclass
 class DemoCorpus:
-    """What was written: documents, and bytes."""
+    """Size of the written corpus."""
 
     documents: int = 0
     size_bytes: int = 0
 
 
-def write_demo_corpus(path: Path, wanted_bytes: int) -> DemoCorpus:
-    """Writes jsonl lines {"text", "src"} until there are enough bytes.
+def write_demo_corpus(path: Path, target_bytes: int) -> DemoCorpus:
+    """Writes jsonl lines {"text", "src"} until the target size is reached.
 
     Raises:
         DataError: this Python contains less than 10 MB of text.
         StorageError: the file cannot be written; checked before the work where possible.
     """
     problem = (
-        f"bytes of source text are all that this Python ({sys.prefix}) contains; {LEAST_BYTES} are needed. Use an "
-        "interpreter with its full standard library, or train on a jsonl file of your own."
+        f"bytes of source text are in this Python ({sys.prefix}); {LEAST_BYTES} are required. Use an interpreter with "
+        "its full standard library, or train on your own jsonl file."
     )
-    return write_corpus(path, corpus_documents, wanted_bytes, LEAST_BYTES, problem)
+    return write_corpus(path, corpus_documents, target_bytes, LEAST_BYTES, problem)
 
 
 def write_corpus(
@@ -68,12 +68,12 @@ def write_corpus(
     """Writes jsonl lines {"text", "src"} until there are enough bytes; the file appears when it is complete.
 
     Args:
-        documents: gives (source, text) for each.
-        problem: what follows the number of bytes in the error if they are fewer than the least.
+        documents: yields (source, text) for each.
+        problem: follows the number of bytes in the error if there are fewer than `least_bytes`.
 
     Raises:
-        DataError: the problem.
-        StorageError: the file cannot be written; checked before the work where possible.
+        DataError: too few bytes.
+        StorageError: the file cannot be written; checked in advance if possible.
     """
     check_writable(path)
     try:
@@ -97,7 +97,7 @@ def write_corpus(
 
 
 def corpus_documents() -> Iterator[tuple[str, str]]:
-    """(source, text) of the standard library, then, where that is not enough, of the installed packages."""
+    """Yields (source, text) of the standard library, then of the installed packages."""
     paths = sysconfig.get_paths()
     standard = Path(paths["stdlib"])
     yield from _documents_of(standard, "stdlib")
@@ -122,10 +122,10 @@ def _documents_of(root: Path, title: str) -> Iterator[tuple[str, str]]:
 
 
 def _source_files(root: Path) -> Iterator[Path]:
-    """Python files below a folder, modules before tests, in an order that depends on their names only."""
+    """Yields Python files below a folder, modules before tests, sorted by name."""
     paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT_FOLDERS and not name.endswith("data")]
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.endswith("data")]
         paths.extend(Path(folder, name) for name in names if name.endswith(".py"))
     relative = [(path.relative_to(root).as_posix(), path) for path in paths]
     yield from (path for _, path in sorted(relative, key=lambda entry: ("test" in entry[0], entry[0])))

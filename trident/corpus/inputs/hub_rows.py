@@ -1,7 +1,7 @@
-"""Rows of what the optional `datasets` library reads: datasets of the Hugging Face hub, their local copies, and files.
+"""Rows read by the optional `datasets` library: datasets of the Hugging Face Hub, their local copies, and files.
 
-The library keeps a dataset as Arrow tables in its cache, so that rows can be counted, drawn in any order and divided
-among ranks. Blocks carry them in Arrow's form, as blocks of Parquet files do.
+The library caches a dataset as Arrow tables, so that rows can be counted, drawn in any order and divided among ranks.
+Blocks carry them in Arrow's format, like blocks of Parquet files.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class HubRows(InputTable):
     """A dataset, or one split of it; an `InputTable`.
 
     Args:
-        title: how it was asked for.
+        title: its name in messages.
         table: the library's `Dataset`.
     """
 
     title: str
     table: Any
 
-    file = None  # but many, in the cache of the library
+    file = None  # many, in the library's cache
 
     @property
     def rows(self) -> int:
@@ -60,7 +60,7 @@ class HubRows(InputTable):
             yield block if block.start else replace(block, first_line=start)
 
     def drawn_blocks(self, keys: Sequence[str], rows: Rows, block_bytes: int) -> Iterator[InputBlock]:
-        """The columns of some rows, in the order given, as blocks.
+        """Yields the columns of some rows, in the given order, as blocks.
 
         Raises:
             DataError: a column is missing, or the library cannot read the rows.
@@ -70,7 +70,7 @@ class HubRows(InputTable):
 
 
 def drawn_rows(total: int, count: int | None, seed: int | None) -> Rows:
-    """Numbers of the rows to take: the first `count` of all, after they were shuffled if there is a seed.
+    """Returns the indices of the first `count` rows, shuffled first if a seed is given.
 
     Source: bigscience Megatron-DeepSpeed `tools/preprocess_data_dist.py`, which shuffles with numpy's `default_rng`.
     """
@@ -82,20 +82,20 @@ def drawn_rows(total: int, count: int | None, seed: int | None) -> Rows:
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether a value of `--input` is neither here nor written like a file, a pattern or an address."""
+    """Returns True if a value of `--input` neither exists here nor looks like a file, a pattern or an address."""
     is_like_a_file = Path(value).suffix.lower() in (*_BUILDERS, *COMPRESSIONS) or glob.has_magic(value)
     return not (is_like_a_file or "://" in value or os.path.exists(value))
 
 
 def open_table(address: str) -> HubRows:
-    """Reads the dataset or the folder that `hf://` names, see `InputTable`.
+    """Opens the dataset or the folder of an `hf://` address, see `InputTable`.
 
     Raises:
-        ConfigError, DataError: as `open_rows`, or it names none.
+        ConfigError, DataError: as `open_rows`, or the name is missing.
     """
     name, split = address.removeprefix("hf://"), None
     if not name:
-        raise ConfigError(f"--input {address} names no dataset. Write hf://name, hf://name:split or hf://folder.")
+        raise ConfigError(f"--input {address} names no dataset. Use hf://name, hf://name:split or hf://folder.")
     if not os.path.exists(name):
         parts = name.split(":")
         name, split = ":".join(parts[:-1]) or name, parts[-1] if len(parts) > 1 else None
@@ -103,10 +103,10 @@ def open_table(address: str) -> HubRows:
 
 
 def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
-    """Reads files of one kind, or one dataset: a folder, or a name of the hub, `name:configuration` where it has some.
+    """Opens files of one kind, or one dataset: a folder, or a Hub name, optionally `name:configuration`.
 
     Args:
-        split: a split or the library's expression for a part of one (`train[:10%]`); train if left out.
+        split: a split or the library's expression for a part of one (`train[:10%]`); train by default.
 
     Raises:
         ConfigError: the library is not installed, or the inputs are of several kinds.
@@ -115,25 +115,25 @@ def open_rows(inputs: Sequence[str], split: str | None) -> HubRows:
     if len(inputs) > 1 and not all(map(os.path.isfile, inputs)):
         raise ConfigError(f"--input {' '.join(inputs[:3])}: give files of one kind, or one dataset.")
     library = datasets_library(f"--input {inputs[0]} (a name that is not a file, or --split, --count or --shuffle)")
-    wanted = split or _DEFAULT_SPLIT
-    title = f"{', '.join(inputs[:3])}{', ...' * (len(inputs) > 3)} ({wanted})"
+    split_name = split or _DEFAULT_SPLIT
+    title = f"{', '.join(inputs[:3])}{', ...' * (len(inputs) > 3)} ({split_name})"
     try:
         if is_saved_data(inputs[0]):
             table = _saved(library, inputs[0], split)
         elif all(map(os.path.isfile, inputs)):
-            table = library.load_dataset(_builder(inputs), data_files=list(inputs), split=wanted)
+            table = library.load_dataset(_builder(inputs), data_files=list(inputs), split=split_name)
         elif os.path.isdir(inputs[0]):
-            table = library.load_dataset(inputs[0], split=wanted)
+            table = library.load_dataset(inputs[0], split=split_name)
         else:
             name, _, configuration = inputs[0].partition(":")
-            table = library.load_dataset(name, configuration or None, split=wanted)
+            table = library.load_dataset(name, configuration or None, split=split_name)
     except (ConfigError, DataError, KeyboardInterrupt):
         raise
     except Exception as failure:  # the library and its dependencies raise errors of every kind
         raise DataError(
-            f"--input {' '.join(inputs[:3])} (--split {wanted}) cannot be read by the datasets library: "
-            f"{_first_line(failure)}. Give files, a folder, or the name of a dataset of the Hugging Face hub that can "
-            "be reached from here or was loaded before."
+            f"--input {' '.join(inputs[:3])} (--split {split_name}) cannot be read by the datasets library: "
+            f"{_first_line(failure)}. Use files, a folder, or the name of a dataset on the Hugging Face Hub that is "
+            "reachable or cached."
         ) from failure
     return HubRows(title, table)
 
@@ -142,12 +142,12 @@ def _saved(library: Any, path: str, split: str | None) -> Any:
     saved = library.load_from_disk(path)
     if not isinstance(saved, dict):
         if split is not None and saved.split is not None and str(saved.split) != split:
-            raise DataError(f"--input {path} is the split {saved.split}, not {split}. Leave --split out.")
+            raise DataError(f"--input {path} is the split {saved.split}, not {split}. Remove --split.")
         return saved
-    wanted = split or _DEFAULT_SPLIT
-    if wanted not in saved:
-        raise DataError(f"--input {path} has no split {wanted!r} (--split); it has {', '.join(map(repr, saved))}.")
-    return saved[wanted]
+    split_name = split or _DEFAULT_SPLIT
+    if split_name not in saved:
+        raise DataError(f"--input {path} has no split {split_name!r} (--split); it has {', '.join(map(repr, saved))}.")
+    return saved[split_name]
 
 
 def _builder(files: Sequence[str]) -> str:
@@ -159,7 +159,7 @@ def _builder(files: Sequence[str]) -> str:
     builder = builders.pop() if len(builders) == 1 else None
     if builder is None:
         raise ConfigError(
-            f"--input names files that end in {', '.join(sorted(suffixes))}; to count, shuffle or split them, give "
+            f"--input lists files that end in {', '.join(sorted(suffixes))}; to count, shuffle or split them, use "
             f"files of one kind: {', '.join(_BUILDERS)}."
         )
     return builder
@@ -171,7 +171,7 @@ def _first_line(failure: BaseException) -> str:
 
 
 def row_blocks(rows: Any, source: str, block_bytes: int) -> Iterator[InputBlock]:
-    """All columns of the library's `Dataset`, in its order, as blocks.
+    """Yields all columns of the library's `Dataset`, in order, as blocks.
 
     Raises:
         DataError: rows cannot be read.
@@ -199,10 +199,10 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
 
 
 def datasets_library(why: str) -> Any:
-    """The library itself.
+    """Imports the library.
 
     Args:
-        why: begins the sentence that says it is missing.
+        why: beginning of the error if it is missing.
 
     Raises:
         ConfigError: it is not installed.
@@ -211,6 +211,6 @@ def datasets_library(why: str) -> Any:
         import datasets
     except ImportError as failure:
         raise ConfigError(
-            f"{why} needs the datasets package: pip install datasets, or give files with --input."
+            f"{why} requires the datasets package: pip install datasets, or use files with --input."
         ) from failure
     return datasets

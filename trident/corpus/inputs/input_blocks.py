@@ -1,7 +1,7 @@
-"""Input files to blocks of whole lines, in order, with memory that does not grow with the file.
+"""Cuts input files into blocks of whole lines, in order, with memory independent of the file size.
 
-A plain file is cut by looking only at the neighbourhood of the cuts: the worker that encodes a block reads it. A
-compressed file or standard input is read once, here, and its blocks carry their bytes.
+A plain file is cut by reading only around the cuts: the worker that encodes a block reads it. A compressed file or
+standard input is read once, here, and its blocks carry their bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trident.corpus.inputs.tables import is_table, open_table
 _CUT_SEARCH_BYTES = 1 << 16
 _LONG_REST_BYTES = 16 << 20
 _READ_BYTES = 1 << 20
-_LONGEST_FREE_BYTES = 64 << 20  # a compressed document of this size is taken whatever its ratio
+_LONGEST_FREE_BYTES = 64 << 20  # compressed documents up to this size may have any ratio
 _LONGEST_DOCUMENT_BYTES = 4 << 30
 _LARGEST_RATIO = 100  # text is compressed by 3 to 10
 
@@ -41,12 +41,12 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
         keys: a Parquet input must have a column for each.
 
     Raises:
-        ConfigError: with all inputs that cannot be read.
+        ConfigError: listing all inputs that cannot be read.
     """
     problems = []
     if paths.count(STANDARD_INPUT) > 1:
         problems.append(
-            f"--input names standard input ({STANDARD_INPUT}) {paths.count(STANDARD_INPUT)} times; it can be read once."
+            f"--input lists standard input ({STANDARD_INPUT}) {paths.count(STANDARD_INPUT)} times; it can be read once."
         )
     for path in paths:
         if path == STANDARD_INPUT:
@@ -55,7 +55,7 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
             open_table(path).check(keys)
             continue
         if os.path.isdir(path):
-            problems.append(f"--input {path} is a folder; name the files in it.")
+            problems.append(f"--input {path} is a folder; list the files in it.")
             continue
         try:
             open_stream(path).close()
@@ -74,22 +74,22 @@ def check_inputs(paths: Sequence[str], keys: Sequence[str] = ()) -> None:
 
 
 def check_documents(paths: Sequence[str], keys: Sequence[str]) -> None:
-    """Checks as `check_inputs` does, for programs that need a text under every key.
+    """Checks like `check_inputs`, for programs that need a text under every key.
 
     Raises:
-        ConfigError: an input cannot be read, or has no keys and several are wanted.
+        ConfigError: an input cannot be read, or has no keys and several are requested.
     """
     check_inputs(paths, keys)
     text = next((path for path in paths if not is_table(path) and layout_of(path) == "text"), None)
     if text is not None and len(keys) > 1:
         raise ConfigError(
-            f"--input {text} is plain text, which has no keys, but {len(keys)} are wanted: {', '.join(keys)}. Name "
-            "one, or give lines of JSON."
+            f"--input {text} is plain text, which has no keys, but {len(keys)} are requested: {', '.join(keys)}. Use "
+            "one key, or lines of JSON."
         )
 
 
 def total_bytes(inputs: Sequence[str | InputPart]) -> int | None:
-    """Size of all inputs, or of the parts of them, as stored, in bytes; None if one of them is a pipe."""
+    """Returns the stored size of all inputs or parts in bytes; None if one of them is a pipe."""
     sizes = [_size(entry if isinstance(entry, InputPart) else InputPart(entry)) for entry in inputs]
     return None if None in sizes else sum(size for size in sizes if size is not None)
 
@@ -97,15 +97,15 @@ def total_bytes(inputs: Sequence[str | InputPart]) -> int | None:
 def blocks(
     inputs: Sequence[str | InputPart], block_bytes: int, separator: str | None = None, keys: Sequence[str] = ("text",)
 ) -> Iterator[InputBlock]:
-    """Cuts the inputs, one after the other, into blocks of whole documents.
+    """Cuts the inputs, one after another, into blocks of whole documents.
 
     Args:
-        block_bytes: least size of a block; a longer document makes a longer block.
-        separator: what ends a document in plain text, see `layout_of`.
-        keys: columns that are taken out of Parquet files.
+        block_bytes: minimum size of a block; a longer document makes a longer block.
+        separator: ends a document in plain text, see `layout_of`.
+        keys: columns to read from Parquet files.
 
     Raises:
-        DataError: an input cannot be read or decompressed; the text says where.
+        DataError: an input cannot be read or decompressed.
     """
     for entry in inputs:
         part = entry if isinstance(entry, InputPart) else InputPart(entry)
@@ -148,11 +148,11 @@ def _cut(part: InputPart, block_bytes: int) -> Iterator[InputBlock]:
         raise unreadable(path, 0, failure) from failure
 
 
-def _block_end(file: IO[bytes], start: int, wanted: int, size: int) -> int:
-    """Where a block ends that should end at `wanted`; a very long line gets a block of its own."""
-    stop = _line_end(file, wanted, size)
-    if stop - wanted > _LONG_REST_BYTES:
-        for near in range(wanted, start, -_CUT_SEARCH_BYTES):
+def _block_end(file: IO[bytes], start: int, target: int, size: int) -> int:
+    """Returns the end of a block near `target`; a very long line gets its own block."""
+    stop = _line_end(file, target, size)
+    if stop - target > _LONG_REST_BYTES:
+        for near in range(target, start, -_CUT_SEARCH_BYTES):
             first = max(start, near - _CUT_SEARCH_BYTES)
             file.seek(first)
             newline = read_exactly(lambda size, _: file.read(size), near - first).rfind(b"\n")
@@ -162,7 +162,7 @@ def _block_end(file: IO[bytes], start: int, wanted: int, size: int) -> int:
 
 
 def _line_end(file: IO[bytes], position: int, size: int) -> int:
-    """First offset at or after `position` that follows a newline."""
+    """Returns the first offset at or after `position` that follows a newline."""
     position -= 1
     while position < size:
         file.seek(position)
@@ -177,7 +177,7 @@ def _line_end(file: IO[bytes], position: int, size: int) -> int:
 
 
 def _cut_off(held: bytearray, end: int) -> bytearray:
-    """Removes and returns what follows `end`."""
+    """Removes and returns everything after `end`."""
     rest = held[end:]
     del held[end:]
     return rest
@@ -189,11 +189,10 @@ def _stream(
     """Reads lines of JSON, or plain text, once and cuts it after a line or a separator.
 
     Args:
-        is_by_name: only the file's name says that it is text, so its first line is checked.
-
-    Separators are found from the left, as splitting finds them, so that one which overlaps itself (two newlines) cuts
-    the same documents for every size of a block.
+        is_by_name: only the file's name indicates text, so its first line is checked.
     """
+    # Separators are found from the left, as splitting does, so that one which overlaps itself (two newlines) cuts the
+    # same documents for every block size.
     pattern = separator_pattern(separator)
     longest = len(separator.encode()) + separator.count(LINE_END)  # with a carriage return before each line feed
     start = consumed = searched = end = 0
@@ -220,27 +219,27 @@ def _stream(
 
 
 def _check_length(path: str, start: int, held_bytes: int) -> None:
-    """Checks that a document can be held in memory: what has no line end is probably not text.
+    """Checks that a document fits into memory: data without line ends is probably not text.
 
     Raises:
-        DataError: it is longer than any document.
+        DataError: the document is too long.
     """
     if held_bytes > _LONGEST_DOCUMENT_BYTES:
         raise DataError(
             f"{shown_path(path)}: the document at byte offset {start} of its text has more than "
-            f"{_LONGEST_DOCUMENT_BYTES:,} bytes, and a document must fit into memory several times. Is it a file of "
-            "lines of JSON (or, with --document-separator, of text)?"
+            f"{_LONGEST_DOCUMENT_BYTES:,} bytes, but a document must fit into memory several times. Is this a file of "
+            "JSON lines (or, with --document-separator, of text)?"
         )
 
 
 def _check_no_json(path: str, chunk: bytes) -> None:
-    """Refuses lines of JSON in a file that is called .txt, whose braces and keys would become part of the corpus.
+    """Rejects JSON lines in a .txt file, whose braces and keys would become part of the corpus.
 
     Args:
         chunk: the file's first bytes.
 
     Raises:
-        DataError: its first line is a JSON object.
+        DataError: the first line is a JSON object.
     """
     line = chunk.removeprefix(BYTE_ORDER_MARK).lstrip().partition(b"\n")[0]
     if not line.startswith(b"{"):
@@ -250,29 +249,29 @@ def _check_no_json(path: str, chunk: bytes) -> None:
     except (ValueError, RecursionError):
         return
     raise DataError(
-        f"{path}: a .txt file is read as plain text, one document per line, but its first line is a JSON object. Call "
-        r"it .jsonl, or, if these lines are the text that is meant, give --document-separator '\n'."
+        f"{path}: a .txt file is read as plain text, one document per line, but its first line is a JSON object. "
+        r"Rename it to .jsonl, or, if the lines are text, use --document-separator '\n'."
     )
 
 
 def _check_no_bomb(path: str, start: int, held_bytes: int, input_bytes: int) -> None:
-    """Refuses a compressed file that expands a few bytes into one huge document.
+    """Rejects a compressed file that expands a few bytes into one huge document.
 
     Raises:
-        DataError: it does.
+        DataError: the file is a decompression bomb.
     """
     if held_bytes > _LONGEST_FREE_BYTES and held_bytes > _LARGEST_RATIO * input_bytes and is_compressed(path):
         raise DataError(
             f"{path}: the document at byte offset {start} of its text has more than {held_bytes:,} bytes, which come "
-            f"from {input_bytes:,} bytes of the file: a decompression bomb. If it is meant, decompress the file first."
+            f"from {input_bytes:,} bytes of the file: a decompression bomb. If intended, decompress the file first."
         )
 
 
 def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
-    """Decompressed bytes of an input as they come, and how many bytes of it on disk were consumed; the last is empty.
+    """Yields decompressed chunks of an input, and the number of bytes consumed on disk; the last chunk is empty.
 
     Raises:
-        DataError: it cannot be read; the text says where.
+        DataError: the input cannot be read.
     """
     done = 0
     stream = None
@@ -294,7 +293,7 @@ def _chunks(path: str) -> Iterator[tuple[bytes, int]]:
 
 
 def _open(path: str) -> tuple[Any, Callable[[], int]]:
-    """Opens an input for reading; the second value says how many of its bytes on disk were consumed so far."""
+    """Opens an input for reading; the second value returns the number of bytes consumed on disk."""
     if path == STANDARD_INPUT:
         return sys.stdin.buffer, lambda: 0
     raw = open_stream(path)

@@ -1,6 +1,6 @@
-"""What `--input` names: files, patterns, folders and standard input, and one job's share of them.
+"""Values of `--input`: files, patterns, folders and standard input, and one job's share of them.
 
-Folders and patterns give their files in the order of their names, so that the outputs do not depend on the file system.
+Folders and patterns expand to files sorted by name, so that outputs do not depend on the file system.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trident.corpus.inputs.tables import is_saved_data, is_table, open_table, ta
 
 _FOUND_IN_FOLDERS = (".jsonl", ".json", ".ndjson", ".parquet")
 _TEXT = ".txt"
-_NOMINAL_ROW_BYTES = 1000  # a row counts as this many bytes of a file when a job is divided
+_NOMINAL_ROW_BYTES = 1000  # size of a row, compared with bytes of a file, when a job is divided
 _ESCAPES = (("\\n", "\n"), ("\\r", "\r"), ("\\t", "\t"))
 
 
 @dataclass(frozen=True)
 class InputPart:
-    """A stretch of an input: the lines that begin in [start, stop); of a table the rows of those numbers.
+    """A range of an input: the lines that begin in [start, stop), or these rows of a table.
 
     Args:
-        start, stop: bytes of the file as stored, or rows; `stop` None is its end.
+        start, stop: stored bytes of the file, or rows; `stop` None is the end.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Shard:
         """Reads `i/n`.
 
         Raises:
-            ConfigError: it is not that, or there is no such share.
+            ConfigError: the text is invalid, or i is not from 1 to n.
         """
         number, _, count = text.partition("/")
         if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
@@ -62,27 +62,27 @@ class Shard:
 
     @property
     def suffix(self) -> str:
-        """What is put after `--output-prefix`, so that the shares do not overwrite each other and sort in order."""
+        """The suffix of `--output-prefix`, by which the shares do not overwrite each other and sort in order."""
         return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
 
     def of_total(self, total: int) -> tuple[int, int]:
-        """The half-open range of a total that is this share's."""
+        """Returns this share's half-open range of a total."""
         return total * (self.number - 1) // self.count, total * self.number // self.count
 
 
 def read_separator(text: str) -> str:
-    r"""What `--document-separator` means: `\n`, `\r` and `\t` stand for the characters."""
-    for written, meant in _ESCAPES:
-        text = text.replace(written, meant)
+    r"""Decodes a value of `--document-separator`: `\n`, `\r` and `\t` stand for the characters."""
+    for escape, character in _ESCAPES:
+        text = text.replace(escape, character)
     return text
 
 
 def layout_of(path: str, separator: str | None = None) -> str:
-    """How the documents of an input are written, by its name: parquet, text, or else jsonl.
+    """Returns the layout of an input's documents by its name: parquet, text, or else jsonl.
 
-    This is the one rule for what a file name means. A name that ends in .txt, also before .gz and the like, is plain
-    text: each line is a document, unless a separator says what ends one. Standard input has no name: with a separator
-    it is plain text, and otherwise lines of JSON.
+    This is the only rule for file names. A name that ends in .txt, optionally followed by .gz and the like, is plain
+    text: each line is a document, unless a separator is given. Standard input has no name: it is plain text with a
+    separator, and JSON lines otherwise.
     """
     name = Path(path)
     suffix = Path(name.stem).suffix.lower() if name.suffix.lower() in COMPRESSIONS else name.suffix.lower()
@@ -92,14 +92,14 @@ def layout_of(path: str, separator: str | None = None) -> str:
 
 
 def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[str, ...]:
-    """Files and tables that the values of `--input` name, in order: folders, patterns and stores give what they hold.
+    """Expands the values of `--input` to files and tables, in order: folders, patterns and stores to their contents.
 
     Args:
-        separator: of documents in plain text. A folder gives its .txt files if there is one, or if it holds no other
-            inputs: next to those, .txt files are seldom part of a corpus (merges.txt, LICENSE.txt).
+        separator: of documents in plain text. The .txt files of a folder are included with a separator, or if it holds
+            no other inputs: next to these, .txt files are rarely part of a corpus (merges.txt, LICENSE.txt).
 
     Raises:
-        ConfigError: with all patterns and folders that give nothing, or a folder belongs to the datasets library.
+        ConfigError: listing all patterns and folders without files, or a folder belongs to the datasets library.
     """
     expanded: list[str] = []
     problems = []
@@ -111,13 +111,13 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
             if not files:
                 problems.append(
                     f"--input {value} is a folder without files that end in {' '.join((*_FOUND_IN_FOLDERS, _TEXT))} "
-                    f"(or these with {' '.join(COMPRESSIONS)}). Name the files themselves, or a pattern like "
+                    f"(or these with {' '.join(COMPRESSIONS)}). List the files, or a pattern like "
                     f"'{value}/*'."
                 )
         elif value != STANDARD_INPUT and not os.path.exists(value) and glob.has_magic(value):
             files = list(dict.fromkeys(file for match in _matches(value) for file in _files_of_match(match, separator)))
             if not files:
-                problems.append(f"--input {value} matches no file here. Check the pattern and the folder.")
+                problems.append(f"--input {value} matches no file. Check the pattern and the folder.")
         else:
             files = [value]
         expanded.extend(files)
@@ -127,13 +127,10 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
 
 
 def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -> tuple[InputPart, ...]:
-    """The part of the inputs that is one shard's: all shards one after the other are the inputs, each line once.
+    """Returns one shard of the inputs; all shards in order are the inputs, each line once.
 
-    Plain jsonl files are divided by bytes, tables by rows; a compressed, Parquet or plain-text file goes as a whole to
-    the shard in whose range it begins.
-
-    Raises:
-        ConfigError: an input has no size, so that it cannot be divided.
+    Plain jsonl files are divided by bytes, tables by rows; a compressed, Parquet or plain-text file belongs to the
+    shard in whose range it begins.
     """
     problems = [
         "--shard and --partitions divide files; --input "
@@ -154,29 +151,29 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
     ]
     first, last = shard.of_total(sum(sizes))
     parts = []
-    begin = 0
+    offset = 0
     for path, size in zip(paths, sizes, strict=True):
-        end = begin + size
+        end = offset + size
         if path in tables:
-            start, stop = (-(-max(0, edge - begin) // _NOMINAL_ROW_BYTES) for edge in (first, min(last, end)))
+            start, stop = (-(-max(0, edge - offset) // _NOMINAL_ROW_BYTES) for edge in (first, min(last, end)))
             if start < stop:
                 parts.append(InputPart(path, start, stop))
         elif layout_of(path, separator) == "jsonl" and Path(path).suffix.lower() not in COMPRESSIONS:
-            start, stop = max(first, begin) - begin, min(last, end) - begin
+            start, stop = max(first, offset) - offset, min(last, end) - offset
             if start < stop:
                 parts.append(InputPart(path, start, None if stop == size else stop))
-        elif first <= begin < last:
+        elif first <= offset < last:
             parts.append(InputPart(path))
-        begin = end
+        offset = end
     return tuple(parts)
 
 
 def _matches(pattern: str) -> list[str]:
-    """What a pattern gives, in order; `**` descends into every folder but follows no links, which may form a cycle."""
+    """Returns the sorted matches of a pattern; `**` descends into folders but not links, which may form a cycle."""
     if "**" not in pattern:
         return sorted(glob.glob(pattern))
     parts = Path(pattern).parts
-    plain = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+    plain = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     matches = Path(*parts[:plain]).glob(os.path.join(*parts[plain:]))
     return sorted(str(path) for path in matches if not any(part.startswith(".") for part in path.parts[plain:]))
 
@@ -186,14 +183,14 @@ def _files_of_match(match: str, separator: str | None) -> list[str]:
 
 
 def _files_below(folder: str, separator: str | None) -> list[str]:
-    """The inputs in a folder and below it; what our tools write next to token files is left out."""
+    """Returns the inputs below a folder, except files that preprocessing writes next to token files."""
     endings = tuple(suffix + packed for suffix in _FOUND_IN_FOLDERS for packed in ("", *COMPRESSIONS))
     paths: list[str] = []
     texts: list[str] = []
     others: Counter[str] = Counter()
     for path, folders, names in os.walk(folder):
         if is_saved_data(path):
-            raise ConfigError(f"--input {path} is a dataset that save_to_disk wrote. Give it as --input hf://{path}.")
+            raise ConfigError(f"--input {path} is a dataset written by save_to_disk. Use --input hf://{path}.")
         folders[:] = [name for name in folders if not name.startswith(".") and name != INDEX_CACHE_FOLDER]
         ours = {name.removesuffix(".idx") + ".json" for name in names if name.endswith(".idx")}
         for name in names:
@@ -211,5 +208,5 @@ def _files_below(folder: str, separator: str | None) -> list[str]:
         others.update(Path(name).suffix for name in texts)
     if paths and others:
         shown = ", ".join(f"{count} {suffix}" for suffix, count in others.most_common(8))
-        log.info(f"{folder}: {others.total()} files that are not inputs are left out ({shown}).")
+        log.info(f"{folder}: {others.total()} files that are not inputs are skipped ({shown}).")
     return sorted(paths)

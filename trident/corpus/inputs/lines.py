@@ -1,7 +1,7 @@
-"""Parsing lines of JSON into texts, with the exact place of a bad line.
+"""Parses JSON lines into texts, with the exact location of a bad line.
 
-`orjson` parses where it is installed. A line that it refuses is tried again by the standard library, which upstream
-uses and which accepts more (NaN, for one); a line is bad when both refuse it.
+`orjson` parses if installed. The standard library, which upstream uses, retries lines that it rejects and accepts more
+(such as NaN); a line is bad if both reject it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.errors import DataError
 from megatron.files.formats import LOOKS_LIKE
 from megatron.tokenizers.encoders.long_text import LongText
 
-LONG_LINE_BYTES = 8 << 20  # a text of this length is encoded in pieces
+LONG_LINE_BYTES = 8 << 20  # a text of this length is encoded in chunks
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_JSON = "not JSON"
 _SHOWN_BAD_LINES = 5
@@ -30,9 +30,9 @@ class BadLine:
     """A line that gives no document.
 
     Args:
-        line: its number inside the block, from 0.
-        offset: byte offset of the fault inside the block.
-        reason: what is wrong, in words.
+        line: its index in the block.
+        offset: byte offset of the fault in the block.
+        reason: description of the fault.
     """
 
     line: int
@@ -42,12 +42,12 @@ class BadLine:
 
 @dataclass
 class BadLines:
-    """What becomes of bad lines: the first one stops the job, or the first few are shown and all are left out.
+    """Handles bad lines: the first one stops the job, or the first few are logged and all are skipped.
 
     Args:
-        are_skipped: whether they are left out.
+        are_skipped: skip bad lines.
         consequence: follows the reason in the error.
-        count: of those left out.
+        count: number of skipped lines.
     """
 
     are_skipped: bool
@@ -55,14 +55,14 @@ class BadLines:
     count: int = 0
 
     def take(self, bad: Sequence[BadLine], count: int, source: str, start: int, line: int) -> None:
-        """Takes the bad lines of a block, of which the first few are given.
+        """Handles the bad lines of a block, given the first few and their total number.
 
         Args:
             source, start: of the block.
-            line: lines of the source before the block.
+            line: number of lines of the source before the block.
 
         Raises:
-            DataError: there is one, and they are not left out.
+            DataError: a line is bad, and bad lines are not skipped.
         """
         for entry in bad:
             where = f"{source}:{line + entry.line + 1}: byte offset {start + entry.offset}: {entry.reason}"
@@ -75,25 +75,24 @@ class BadLines:
 
 
 def _advice(source: str, reason: str) -> str:
-    """What to do about a line that gives no document."""
-    advice = "Fix the line, or leave such lines out with --on-bad-line skip."
+    advice = "Fix the line, or skip such lines with --on-bad-line skip."
     if LOOKS_LIKE in reason:
         return ""
     if not reason.startswith(_NOT_JSON):
         return advice
     if source == "<stdin>":
-        return rf"{advice} If this is plain text, say what ends a document, such as --document-separator '\n'."
-    return rf"{advice} If this is plain text, call the file *.txt: then each line is a document."
+        return rf"{advice} If this is plain text, set the document separator, such as --document-separator '\n'."
+    return rf"{advice} If this is plain text, rename the file to *.txt: then each line is a document."
 
 
 @dataclass
 class ParsedLines:
-    """What a block of lines holds.
+    """The contents of a block of lines.
 
     Args:
-        texts: for each key, the texts of the good lines in order: `str`, or `LongText` where that was asked for.
+        texts: for each key, the texts of the good lines in order: `str`, or `LongText` if requested.
         lines: number of lines, bad and blank ones included.
-        bad: the first few bad lines, or all that were wanted; every one counts in `bad_count`.
+        bad: the first few bad lines, or all with `shows_all`; `bad_count` is their total number.
     """
 
     texts: list[list[Any]]
@@ -103,7 +102,7 @@ class ParsedLines:
     shows_all: bool = False
 
     def add_bad(self, bad: BadLine) -> None:
-        """Counts a bad line, and keeps it if it is wanted."""
+        """Counts a bad line, and keeps it within the limit."""
         self.bad_count += 1
         if self.shows_all or len(self.bad) < _SHOWN_BAD_LINES:
             self.bad.append(bad)
@@ -117,13 +116,13 @@ def parse_lines(
     hold_long: bool = False,
     shows_all: bool = False,
 ) -> ParsedLines:
-    """Takes the texts under `keys` out of every line of a block; blank lines, also inside, are passed over.
+    """Extracts the texts under `keys` from every line of a block; blank lines are skipped.
 
     Args:
-        keys: `a.b` is the key of that name or, where there is none, key b of the object under a.
+        keys: `a.b` is the key of that name or, if missing, key b of the object under a.
         is_first: the block starts its file, so a byte order mark may come first.
         skip_bad: continue after a bad line; otherwise stop at it.
-        hold_long: a very long text is given as a `LongText`.
+        hold_long: return very long texts as `LongText`.
     """
     lines, skipped_bytes = split_lines(data, is_first)
     parsed = ParsedLines([[] for _ in keys], len(lines), shows_all=shows_all)
@@ -138,7 +137,7 @@ def parse_lines(
 
 
 def split_lines(data: bytes, is_first: bool) -> tuple[list[bytes], int]:
-    """The lines of a block, and how many bytes before them were left out; a single line keeps its newline.
+    """Returns the lines of a block, and the number of skipped bytes before them; a single line keeps its newline.
 
     Args:
         is_first: the block starts its file, so a byte order mark may come first.
@@ -155,7 +154,7 @@ def split_lines(data: bytes, is_first: bool) -> tuple[list[bytes], int]:
 
 
 def is_blank(line: bytes) -> bool:
-    """Whether nothing but white space is in a line: readers of JSON Lines pass over it."""
+    """Returns True for a line of white space, which JSON Lines readers skip."""
     return not line or line.isspace()
 
 
@@ -195,17 +194,17 @@ def _parse_keys(parsed: ParsedLines, lines: list[bytes], keys: Sequence[str], sk
 
 
 def held_text(text: str) -> str | LongText:
-    """The text, as a `LongText` if it is very long."""
+    """Returns the text, as a `LongText` if it is very long."""
     if len(text) < LONG_LINE_BYTES:
         return text
     utf8 = bytearray()
-    for start in range(0, len(text), LONG_LINE_BYTES):  # not at once, which would hold it twice
+    for start in range(0, len(text), LONG_LINE_BYTES):  # encoding it at once would hold it twice
         utf8 += text[start : start + LONG_LINE_BYTES].encode()
     return LongText(utf8)
 
 
 def _second_look(line: bytes, keys: Sequence[str], number: int) -> list[str] | BadLine:
-    """The texts of one line, or what is wrong with it; `offset` is inside the line."""
+    """Returns the texts of one line, or its fault with an offset inside the line."""
     may_hold_surrogates = False
     try:
         entry = _LOADS(line)
@@ -240,10 +239,10 @@ def _texts(entry: Any, keys: Sequence[str], number: int, may_hold_surrogates: bo
 
 
 def _nested(entry: dict[str, Any], key: str) -> Any:
-    """Value under a path of keys.
+    """Returns the value under a path of keys.
 
     Raises:
-        KeyError: there is none.
+        KeyError: a key is missing.
     """
     value: Any = entry
     for name in key.split("."):
@@ -269,7 +268,7 @@ def _parse_slowly(line: bytes, number: int) -> Any:
 
 
 def _with_offsets(bad: list[BadLine], lines: list[bytes], skipped_bytes: int) -> list[BadLine]:
-    """Turns offsets inside a line into offsets inside the block."""
+    """Converts offsets inside a line to offsets inside the block."""
     placed = []
     start, reached = skipped_bytes, 0
     for entry in bad:
@@ -295,7 +294,7 @@ def _fastest_loads() -> Callable[[bytes], Any]:
 
 
 def _standard_loads(line: bytes) -> Any:
-    """The standard library's parser, refusing like `orjson` what may hold a lone surrogate: the second look decides."""
+    """Parses with the standard library, but rejects possible lone surrogates like `orjson`: `_second_look` decides."""
     if b"\\ud" in line.lower():
         raise ValueError("an escaped surrogate, which may be a lone one")
     return json.loads(line.decode("utf-8"))

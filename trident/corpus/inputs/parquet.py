@@ -1,7 +1,7 @@
-"""Parquet files to blocks and blocks to texts, with the optional package pyarrow.
+"""Converts Parquet files to blocks and blocks to texts, with the optional package pyarrow.
 
-The process that cuts the inputs decodes only the wanted columns and passes rows on in Arrow's own form, which a worker
-reads without parsing.
+The process that cuts the inputs decodes only the requested columns and sends rows in Arrow's format, which workers read
+without parsing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron.files.formats import recognized_file
 from megatron.files.plain import check_plain
 
 _BATCH_ROWS = 1024
-_LONGEST_FREE_BYTES = 64 << 20  # a column of a row group of this size is taken whatever its ratio
+_LONGEST_FREE_BYTES = 64 << 20  # column chunks up to this size may have any ratio
 _LARGEST_RATIO = 100  # text is compressed by 3 to 10
 
 
@@ -24,14 +24,14 @@ def check_parquet(path: str, keys: Sequence[str]) -> None:
 
     Raises:
         ConfigError: pyarrow is missing.
-        DataError: it is not a Parquet file, or a column is missing.
+        DataError: not a Parquet file, or a column is missing.
     """
     with _open(path) as file:
         columns_of(file.schema_arrow.names, path, keys)
 
 
 def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[bytes]:
-    """The rows of a file as Arrow streams, about `block_bytes` each.
+    """Yields the rows of a file as Arrow streams, about `block_bytes` each.
 
     Raises:
         ConfigError: pyarrow is missing.
@@ -41,7 +41,7 @@ def parquet_rows(path: str, keys: Sequence[str], block_bytes: int) -> Iterator[b
 
 
 def packed(batches: Iterable[Any], block_bytes: int) -> Iterator[bytes]:
-    """Batches of rows, or tables, as Arrow streams: each of about `block_bytes`."""
+    """Yields batches of rows, or tables, as Arrow streams of about `block_bytes` each."""
     held: list[Any] = []
     for batch in batches:
         held.append(batch)
@@ -53,7 +53,7 @@ def packed(batches: Iterable[Any], block_bytes: int) -> Iterator[bytes]:
 
 
 def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
-    """For each key, the values of all rows of a block: None where there is none, bytes where a text is not UTF-8.
+    """Returns the values of all rows of a block for each key: None if missing, bytes if a text is not UTF-8.
 
     `a.b` is field b of column a.
     """
@@ -72,7 +72,7 @@ def parquet_texts(data: bytes, keys: Sequence[str]) -> list[list[Any]]:
 
 
 def _decoded(value: bytes) -> str | bytes:
-    """The text in a column of type BINARY, which writers give to texts that they do not mark as such."""
+    """Decodes the text in a column of type BINARY, which some writers use for text."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -80,18 +80,17 @@ def _decoded(value: bytes) -> str | bytes:
 
 
 def columns_of(names: Sequence[str], title: str, keys: Sequence[str]) -> list[str]:
-    """The columns that hold the keys, each once; `a.b` is field b of column a.
+    """Returns the columns that hold the keys, without duplicates; `a.b` is field b of column a.
 
     Raises:
-        DataError: there is none for a key.
+        DataError: a column is missing.
     """
     columns = []
     for key in keys:
         column = key if key in names else key.split(".")[0]
         if column not in names:
             raise DataError(
-                f"{title}: there is no column {key!r} (--json-keys); it has "
-                f"{', '.join(map(repr, names[:8])) or 'none'}."
+                f"{title}: no column {key!r} (--json-keys); it has {', '.join(map(repr, names[:8])) or 'none'}."
             )
         columns.append(column)
     return list(dict.fromkeys(columns))
@@ -110,13 +109,13 @@ def _batches(path: str, keys: Sequence[str]) -> Iterator[Any]:
                 rows += batch.num_rows
         except (OSError, arrow.ArrowException) as failure:
             raise DataError(
-                f"{path}: cannot be read past row {rows}: {failure}. The file is damaged; fetch it again or leave it "
-                "out."
+                f"{path}: cannot be read past row {rows}: {failure}. The file is damaged; download it again or remove "
+                "it."
             ) from failure
         if rows != file.metadata.num_rows:
             raise DataError(
-                f"{path}: its footer counts {file.metadata.num_rows} rows, but row {rows} is the last that could be "
-                "read. The file is damaged; fetch it again or leave it out."
+                f"{path}: its footer counts {file.metadata.num_rows} rows, but only {rows} could be read. The file is "
+                "damaged; download it again or remove it."
             )
 
 
@@ -131,7 +130,7 @@ def _stream(batches: list[Any]) -> bytes:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column; bytes in place of a text that is not UTF-8, which Parquet does not rule out."""
+    """Returns the values of a column; bytes for a text that is not UTF-8, which Parquet permits."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
@@ -151,38 +150,38 @@ def _open(path: str) -> Any:
         check_plain(path)
         return parquet.ParquetFile(path)
     except (OSError, ValueError) as failure:
-        words = f"{path} is not a Parquet file that can be read: {str(failure).rstrip('.')}. {recognized_file(path)}"
-        raise DataError(words.rstrip(". ") + ".") from failure
+        text = f"{path} is not a readable Parquet file: {str(failure).rstrip('.')}. {recognized_file(path)}"
+        raise DataError(text.rstrip(". ") + ".") from failure
 
 
 def _check_counts(metadata: Any, path: str) -> None:
-    """Checks that the numbers of rows in a footer agree; the library would leave rows out silently.
+    """Checks that the numbers of rows in a footer agree; the library would skip rows silently.
 
     Raises:
-        DataError: they do not.
+        DataError: the numbers differ.
     """
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     if sum(group.num_rows for group in groups) != metadata.num_rows:
         raise DataError(
             f"{path}: its footer counts {metadata.num_rows} rows, but the row groups hold "
-            f"{sum(group.num_rows for group in groups)}. The file is damaged; fetch it again or leave it out."
+            f"{sum(group.num_rows for group in groups)}. The file is damaged; download it again or remove it."
         )
     for number, group in enumerate(groups):
-        for place in range(group.num_columns):
-            if metadata.schema.column(place).max_repetition_level == 0:
-                values = group.column(place).num_values
+        for column in range(group.num_columns):
+            if metadata.schema.column(column).max_repetition_level == 0:
+                values = group.column(column).num_values
                 if values != group.num_rows:
                     raise DataError(
                         f"{path}: row group {number} has {group.num_rows} rows, but {values} values in column "
-                        f"{group.column(place).path_in_schema!r}. The file is damaged; fetch it again or leave it out."
+                        f"{group.column(column).path_in_schema!r}. The file is damaged; download it again or remove it."
                     )
 
 
 def _check_ratios(metadata: Any, path: str, columns: Sequence[str]) -> None:
-    """Checks that no column that is read is a few bytes which grow beyond all memory.
+    """Checks that no requested column is a decompression bomb.
 
     Raises:
-        DataError: one is.
+        DataError: a column is.
     """
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -192,7 +191,7 @@ def _check_ratios(metadata: Any, path: str, columns: Sequence[str]) -> None:
             if is_read and size > _LONGEST_FREE_BYTES and size > _LARGEST_RATIO * held:
                 raise DataError(
                     f"{path}: row group {number} has {size:,} bytes of column {chunk.path_in_schema!r} in {held:,} "
-                    "bytes of the file: a decompression bomb. If it is meant, write the file without compression."
+                    "bytes of the file: a decompression bomb. If intended, write the file without compression."
                 )
 
 
@@ -202,6 +201,6 @@ def _pyarrow(path: str) -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as failure:
         raise ConfigError(
-            f"--input {Path(path)} needs the pyarrow package: pip install pyarrow, or turn the file into jsonl first."
+            f"--input {Path(path)} requires the pyarrow package: pip install pyarrow, or convert the file to jsonl."
         ) from failure
     return pyarrow, pyarrow.parquet

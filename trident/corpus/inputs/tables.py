@@ -3,9 +3,8 @@
     sqlite:///corpus.db?table=web      mongodb://host/corpus?collection=web      db.json
     hf://name, hf://name:split, hf://name:configuration:split, hf://folder
 
-What reads them is imported when one is named. Rows of a database are passed on as lines of JSON, so that the reader of
-lines reads them too; rows of a dataset in Arrow's form, like rows of Parquet files. They come in order of idx or of
-their place, with memory that does not grow.
+Their readers are imported on demand. Rows of a database become JSON lines for the reader of lines; rows of a dataset
+stay in Arrow's format, like rows of Parquet files. They come in order, in constant memory.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron.data.formats.store_names import is_store_address
 from trident.corpus.inputs.block import InputBlock
 
 _HUB = "hf://"
-# What `save_to_disk` of the datasets library leaves in the folder of one split, and in the folder of several.
+# Files of `save_to_disk` of the datasets library in the folder of one split, and in the folder of several.
 _SAVED = ("state.json", "dataset_dict.json")
 
 
@@ -28,40 +27,40 @@ class InputTable(Protocol):
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """The number of rows."""
         ...
 
     @property
     def file(self) -> str | None:
-        """The file that holds the rows, if one does."""
+        """The file that holds the rows, if any."""
         ...
 
     def size_bytes(self, start: int, stop: int | None) -> int | None:
-        """What the rows [start, stop) take on disk, in bytes; None if unknown."""
+        """Returns the size of the rows [start, stop) on disk in bytes; None if unknown."""
         ...
 
     def check(self, keys: Sequence[str]) -> None: ...
 
     def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
-        """The texts of the rows [start, stop) under all keys, about `block_bytes` per block."""
+        """Yields the texts of the rows [start, stop) under all keys, about `block_bytes` per block."""
         ...
 
 
 def is_table(path: str) -> bool:
-    """Whether an input is a database or a dataset, not a file."""
+    """Returns True if an input is a database or a dataset, not a file."""
     return path.startswith(_HUB) or is_store_address(path)
 
 
 def is_saved_data(path: str) -> bool:
-    """Whether a folder holds what `save_to_disk` of the datasets library wrote."""
+    """Returns True if a folder was written by `save_to_disk` of the datasets library."""
     return any(os.path.isfile(os.path.join(path, name)) for name in _SAVED)
 
 
 def tables_of(value: str) -> list[str]:
-    """The tables that a value of `--input` names, each as an input of its own.
+    """Returns the tables in a value of `--input`, each as a separate input.
 
     Raises:
-        ConfigError: it is not an address.
+        ConfigError: not an address.
         DataError: a table is missing.
         StorageError: the database cannot be reached, or is locked.
     """
@@ -72,11 +71,11 @@ def tables_of(value: str) -> list[str]:
 
 
 def open_table(path: str) -> InputTable:
-    """Opens one of the inputs that `tables_of` gives.
+    """Opens one of the inputs returned by `tables_of`.
 
     Raises:
-        ConfigError: it is not an address, names several tables, or a package is missing.
-        DataError: there is no such table.
+        ConfigError: not an address, several tables, or a package is missing.
+        DataError: the table does not exist.
         StorageError: the database cannot be reached, or is locked.
     """
     module = import_module("trident.corpus.inputs.hub_rows") if path.startswith(_HUB) else _stores()

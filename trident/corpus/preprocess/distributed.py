@@ -1,4 +1,4 @@
-"""Preprocessing one corpus on several ranks: each encodes its own share, then the shares are merged."""
+"""Preprocessing of one corpus on several ranks: each encodes a share, then the shares are merged."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Encode = Callable[[str], PreprocessResult]
 
 @dataclass(frozen=True)
 class DocumentDraw:
-    """Which documents to take, and in which order.
+    """The selection and order of documents.
 
     Args:
         split: of a dataset; None is its training split.
-        count: only the first this many.
+        count: maximum number of documents.
         seed: of the order; with None and `is_shuffled`, one is drawn and logged.
     """
 
@@ -50,14 +50,14 @@ class DocumentDraw:
 
     @property
     def is_everything(self) -> bool:
-        """Whether all documents are taken in their order."""
+        """True if all documents are taken in order."""
         return self.split is None and self.count is None and not self.is_shuffled
 
 
 def share_of_rank(
     inputs: Sequence[str], draw: DocumentDraw, options: EncodeOptions, ranks: JobRanks, progress: ProgressLine
 ) -> Encode:
-    """What encodes this rank's share into pairs of a prefix: of files, or of the rows that were drawn.
+    """Returns a function that encodes this rank's share of files or drawn rows into pairs of a prefix.
 
     Raises:
         ConfigError, DataError: the inputs cannot be read, on all ranks.
@@ -70,14 +70,12 @@ def share_of_rank(
     addresses = [value for value in inputs if "://" in value]
     if addresses:
         raise ConfigError(
-            f"--split, --count and --shuffle need files, folders or datasets of the hub, but --input {addresses[0]} "
-            "is a database. Leave them out, or write its rows as jsonl first."
+            f"--split, --count and --shuffle require files, folders or Hub datasets, but --input {addresses[0]} is a "
+            "database. Remove them, or convert its rows to jsonl first."
         )
     named = tuple(inputs) if len(inputs) == 1 and not os.path.isfile(inputs[0]) else expand_inputs(inputs)
     opened: list[HubRows] = []
-    ranks.run_on_first(
-        lambda: opened.append(open_rows(named, draw.split))
-    )  # may fetch it; the others find it in the cache
+    ranks.run_on_first(lambda: opened.append(open_rows(named, draw.split)))  # may download it; the others use the cache
     ranks.run_on_all(lambda: None if opened else opened.append(open_rows(named, draw.split)))
     rows = opened[0]
     seed = draw.seed
@@ -85,15 +83,15 @@ def share_of_rank(
         seed = ranks.run_on_first(lambda: secrets.randbits(32))
         log.info(f"--shuffle without --seed: --seed {seed} gives this order again.")
     drawn = drawn_rows(rows.rows, draw.count, seed)
-    own = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
-    source = rows.drawn_blocks(options.keys, own, BLOCK_BYTES)
+    indices = drawn[len(drawn) * ranks.rank // ranks.size : len(drawn) * (ranks.rank + 1) // ranks.size]
+    source = rows.drawn_blocks(options.keys, indices, BLOCK_BYTES)
     return lambda prefix: preprocess_blocks(source, prefix, options, 1, progress)
 
 
 def preprocess_on_ranks(
     encode: Encode, output_prefix: str, options: EncodeOptions, merging: str, scratch: str | None, ranks: JobRanks
 ) -> PreprocessResult:
-    """Runs `encode` on every rank and merges what they wrote; the pairs of the ranks are removed in any case.
+    """Runs `encode` on every rank and merges the results; the pairs of the ranks are always removed.
 
     Args:
         encode: encodes this rank's share, see `share_of_rank`.
@@ -101,19 +99,19 @@ def preprocess_on_ranks(
         scratch: folder for the pairs of the ranks; next to the output if None.
 
     Returns:
-        what all ranks wrote in total, on every rank.
+        the total of all ranks, on every rank.
 
     Raises:
-        ConfigError, DataError, StorageError, JobError: a rank failed; every rank raises then.
+        ConfigError, DataError, StorageError, JobError: a rank failed; every rank raises it.
     """
-    place = os.path.join(scratch, os.path.basename(output_prefix)) if scratch else output_prefix
-    shards = [f"{place}_{rank}" for rank in range(ranks.size)]
+    base = os.path.join(scratch, os.path.basename(output_prefix)) if scratch else output_prefix
+    shards = [f"{base}_{rank}" for rank in range(ranks.size)]
     wholes = options.prefixes(output_prefix)
 
     try:
         ranks.run_on_all(lambda: encode(shards[ranks.rank]).documents)
         for whole, *parts in zip(wholes, *map(options.prefixes, shards), strict=True):
-            _merge(parts, whole, f"{place}_serial{whole.removeprefix(output_prefix)}", merging, ranks)
+            _merge(parts, whole, f"{base}_serial{whole.removeprefix(output_prefix)}", merging, ranks)
         _, documents, empty, skipped, tokens = ranks.run_on_first(lambda: astuple(written(wholes)))
     finally:
         for part in options.prefixes(shards[ranks.rank]):
@@ -122,7 +120,7 @@ def preprocess_on_ranks(
 
 
 def _merge(parts: Sequence[str], whole: str, copy: str, merging: str, ranks: JobRanks) -> None:
-    """Merges the shares of one key in the way that was asked for."""
+    """Merges the shares of one key as set by `merging`."""
 
     def serially(prefix: str) -> Callable[[], int]:
         return lambda: merge(parts, prefix, is_one_corpus=True).index.tokens
@@ -147,15 +145,15 @@ def _check_same(whole: str, copy: str) -> None:
         StorageError: they differ.
     """
     for suffix in ("bin", "idx"):
-        place = _first_difference(Path(f"{whole}.{suffix}"), Path(f"{copy}.{suffix}"))
-        if place is not None:
+        offset = _first_difference(Path(f"{whole}.{suffix}"), Path(f"{copy}.{suffix}"))
+        if offset is not None:
             remove_pair(whole)
             raise StorageError(
-                f"{whole}.{suffix}: what the ranks wrote in parallel differs at byte offset {place} from what one rank "
-                "wrote. The file system loses what several nodes write to one file; use --merge serial. "
+                f"{whole}.{suffix}: the parallel merge differs at byte offset {offset} from the serial one. The file "
+                "system loses concurrent writes of several nodes to one file; use --merge serial. "
                 f"{whole} was removed."
             )
-    log.info(f"{whole} (.bin, .idx): merged in parallel and serially, with the same bytes.")
+    log.info(f"{whole} (.bin, .idx): parallel and serial merge are equal.")
 
 
 def _first_difference(path: Path, other: Path) -> int | None:

@@ -1,7 +1,7 @@
-"""Blocks of lines to token ids: the part of preprocessing that runs in every worker.
+"""Encodes blocks of lines as token ids: the part of preprocessing that runs in every worker.
 
-Of a worker's result the lengths go to the parent, and the ids stay until the worker knows their place: the parent alone
-knows the order of the blocks, and so at which offset of the unfinished file the ids of each belong.
+A worker sends the lengths to the parent and keeps the ids until it receives their offset in the unfinished file, which
+only the parent can compute from the order of the blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.files.exact import write_at
 from megatron.files.failures import storage_error
 from megatron.files.replacing import start_write_back
 from megatron.tokenizers.encoders.long_text import LongText, encode_long
-from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer, surround
+from megatron.tokenizers.tokenizer import TokenizerChoice, add_special_tokens, build_tokenizer
 from trident.corpus.inputs.block import InputBlock, parse_block
 from trident.corpus.inputs.lines import BadLine
 from trident.corpus.preprocess.sentences import SentenceSplitter
@@ -31,15 +31,15 @@ _LETTERS_AT_ONCE = 4 << 20
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What decides the ids, apart from the tokenizer's files; the same in every worker.
+    """The options that determine the ids, apart from the tokenizer's files; the same in every worker.
 
     Args:
-        tokenizer: the flags that choose it.
-        keys: JSON keys whose texts are encoded, each into files of its own.
-        append_eod: end every document that is not empty with the end-of-document id.
-        skip_bad_lines: leave bad lines out instead of stopping at the first.
-        document_separator: what ends a document in inputs of plain text.
-        sentences: makes a sequence of every sentence instead of every document.
+        tokenizer: the flags that select it.
+        keys: JSON keys whose texts are encoded, each into separate files.
+        append_eod: end every non-empty document with the end-of-document id.
+        skip_bad_lines: skip bad lines instead of stopping at the first.
+        document_separator: ends a document in plain text.
+        sentences: make every sentence a sequence instead of every document.
         is_cached: write upstream's older layout, whose ids are always int32.
     """
 
@@ -52,19 +52,19 @@ class EncodeOptions:
     is_cached: bool = False
 
     def prefixes(self, output_prefix: str) -> tuple[str, ...]:
-        """Upstream's names of the pairs that come from an output prefix, one per key."""
+        """Returns upstream's names of the pairs for an output prefix, one per key."""
         level = "document" if self.sentences is None else "sentence"
         return tuple(f"{output_prefix}_{key}_{level}" for key in self.keys)
 
 
 @dataclass(frozen=True)
 class EncodedKey:
-    """The documents of one key of a block; those that gave no ids are left out.
+    """The documents of one key of a block, without documents that gave no ids.
 
     Shapes:
-        ids: [sum of lengths], in the width of the output file, or None when they wait in a worker for their place;
+        ids: [sum of lengths], in the dtype of the output file, or None if a worker holds them;
         lengths: int64 [sequences];
-        sequences_per_document: int64 [documents], or None when each document is one sequence.
+        sequences_per_document: int64 [documents], or None if each document is one sequence.
     """
 
     ids: npt.NDArray[np.integer] | None
@@ -83,9 +83,9 @@ class EncodedBlock:
     Args:
         keys: one entry for each key.
         lines: lines in the block, bad and blank ones included.
-        documents: those of any one key, also those that gave no ids.
-        bad: the first few bad lines; `bad_count` is all of them.
-        place: where ids wait in a worker, tells it the file and the byte offset for the ids of each key.
+        documents: of any one key, also those that gave no ids.
+        bad: the first few bad lines; `bad_count` is their total number.
+        send_offsets: sends the file and the byte offset for the ids of each key to the worker that holds them.
     """
 
     keys: tuple[EncodedKey, ...]
@@ -93,17 +93,17 @@ class EncodedBlock:
     documents: int
     bad: tuple[BadLine, ...]
     bad_count: int
-    place: Callable[[Sequence[tuple[str, int]]], None] | None = None
+    send_offsets: Callable[[Sequence[tuple[str, int]]], None] | None = None
 
 
 class BlockEncoder:
-    """Encodes blocks; made once, or once in each worker where processes cannot inherit it.
+    """Encodes blocks; created once, or once in each spawned worker.
 
     Args:
         known_library: see `build_tokenizer`.
 
     Raises:
-        ConfigError: the tokenizer's flags are wrong, or it has no end-of-document token and one is asked for.
+        ConfigError: the tokenizer's flags are wrong, or it lacks the required end-of-document token.
         DataError: the tokenizer's files are damaged.
     """
 
@@ -128,7 +128,7 @@ class BlockEncoder:
         return EncodedBlock(keys, parsed.lines, documents, tuple(parsed.bad), parsed.bad_count)
 
     def _encode_texts(self, texts: list[str | LongText]) -> EncodedKey:
-        """Encodes texts and frees them: a very long one should not be held longer than needed."""
+        """Encodes texts and frees them as early as possible."""
         if self.options.sentences is not None:
             return self._encode_sentences(texts, self.options.sentences)
         ids, lengths = self._encode_flat(texts)
@@ -136,7 +136,7 @@ class BlockEncoder:
         if len(lengths) and not lengths.all():
             lengths = lengths[lengths > 0]
         if self._suffix:
-            return EncodedKey(*surround(ids, lengths, [], self._suffix, self.dtype))
+            return EncodedKey(*add_special_tokens(ids, lengths, [], self._suffix, self.dtype))
         return EncodedKey(ids.astype(self.dtype, copy=False), lengths)
 
     def _encode_sentences(self, texts: list[str | LongText], splitter: SentenceSplitter) -> EncodedKey:
@@ -173,7 +173,7 @@ class BlockEncoder:
     def _ended(
         self, ids: npt.NDArray[np.integer], lengths: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
     ) -> EncodedKey:
-        """Puts the end-of-document id after the last sentence of each document."""
+        """Adds the end-of-document id after the last sentence of each document."""
         if self._suffix and len(counts):
             last = np.cumsum(counts) - 1
             ids = np.insert(ids, np.cumsum(lengths)[last], self._suffix[0])
@@ -181,7 +181,7 @@ class BlockEncoder:
         return EncodedKey(ids, lengths, counts)
 
     def _encode_flat(self, texts: list[str | LongText]) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
-        """The ids of all texts, back to back, and how many each has."""
+        """Returns the concatenated ids of all texts, and the number of ids of each."""
         short = [text for text in texts if isinstance(text, str)]
         if len(short) == len(texts):
             return self.tokenizer.encode_flat(short)
@@ -196,7 +196,7 @@ class BlockEncoder:
 
 
 class EncodeWork(BlockWork[EncodedBlock]):
-    """Encodes blocks; a spawned worker loads the tokenizer again, but does not check its fast encoder again."""
+    """Encodes blocks; a spawned worker reloads the tokenizer, but skips the check of its fast encoder."""
 
     title = "preprocessing"
     is_finished_by_reply = True
@@ -205,11 +205,9 @@ class EncodeWork(BlockWork[EncodedBlock]):
         self.encoder = encoder
 
     def recipe(self) -> tuple[Callable[..., EncodeWork], tuple[Any, ...]]:
-        """Options, and the library that the fast encoder was found to agree with."""
         return _rebuilt, (self.encoder.options, self.encoder.tokenizer.library)
 
     def run(self, block: InputBlock) -> EncodedBlock:
-        """Encodes a block, see `BlockEncoder.encode`."""
         return self.encoder.encode(block)
 
     def pack(self, result: EncodedBlock) -> Message:
@@ -224,7 +222,7 @@ class EncodeWork(BlockWork[EncodedBlock]):
         return Message(facts, [table for pair in tables for table in pair if table is not None])
 
     def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> EncodedBlock:
-        """The block without its ids; its `place` replies to the worker."""
+        """Returns the block without its ids; its `send_offsets` replies to the worker."""
         rest = iter(buffers)
 
         def table() -> npt.NDArray[np.int64]:
@@ -235,7 +233,7 @@ class EncodeWork(BlockWork[EncodedBlock]):
         return EncodedBlock(keys, facts["lines"], facts["documents"], bad, facts["bad_count"], reply)
 
     def finish(self, result: EncodedBlock, reply: Sequence[tuple[str, int]]) -> None:
-        """Writes the ids of each key to their place (path, byte offset) in the unfinished `.bin` file.
+        """Writes the ids of each key at (path, byte offset) of the unfinished `.bin` file.
 
         Raises:
             StorageError: they cannot be written.

@@ -1,9 +1,8 @@
-"""Merging several `.bin/.idx` pairs into the one that preprocessing all of it at once would have written, byte for
-byte.
+"""Merges `.bin/.idx` pairs into one, byte for byte as if preprocessed at once.
 
-Memory does not grow with the data: tables and token ids are copied in pieces. Every number is an integer of Python or
-int64, so that there is no limit at 2^31 tokens or bytes. Several ranks may share the copying; each then writes its own
-stretches of the same two files.
+Memory does not grow with the data: tables and token ids are copied in chunks. All numbers are Python integers or int64,
+so there is no limit at 2^31 tokens or bytes. Several ranks may share the copying; each writes its ranges of the same
+two files.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _PROBE_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class MergePart:
-    """What is known of one pair before anything is copied.
+    """The properties of one pair before anything is copied.
 
     Args:
         documents: entries of its document table, without the leading 0.
@@ -63,14 +62,14 @@ class MergePart:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """Which pairs are merged into which file."""
+    """The pairs to merge and the output."""
 
     output_prefix: str
     parts: tuple[MergePart, ...]
 
     @cached_property
     def index(self) -> IndexLayout:
-        """The `.idx` file: in the cached layout if all parts have it, with NVIDIA's table of modes if one has."""
+        """The layout of the `.idx` file: cached if all parts are, with NVIDIA's table of modes if one has it."""
         sequences, documents, tokens = self.starts[-1]
         has_modes = any(part.has_modes for part in self.parts)
         is_cached = all(part.is_cached for part in self.parts)
@@ -78,7 +77,7 @@ class MergePlan:
 
     @cached_property
     def starts(self) -> list[list[int]]:
-        """Sequences, documents and tokens before each part, and in all."""
+        """Sequences, documents and tokens before each part, then in total."""
         counts = [(part.sequences, part.documents, part.tokens) for part in self.parts]
         return np.cumsum([(0, 0, 0), *counts], axis=0, dtype=np.int64).tolist()  # type: ignore[no-any-return]
 
@@ -86,28 +85,28 @@ class MergePlan:
 def merge(
     prefixes: Sequence[str], output_prefix: str, ranks: JobRanks | None = None, *, is_one_corpus: bool = False
 ) -> MergePlan:
-    """Merges pairs, in the order given, and their sidecars if all have one.
+    """Merges pairs, in the given order, and their sidecars if all have one.
 
     Args:
-        ranks: the ranks that share the work; all call this with the same arguments and see the same files.
-        is_one_corpus: the pairs are shares of the same sources, so a source that recurs is counted as one.
+        ranks: the ranks that share the work; all call this with the same arguments on the same files.
+        is_one_corpus: the pairs are shares of the same sources, so a recurring source is recorded once.
 
     Raises:
         ConfigError: the output is one of the inputs.
         DataError: an input is missing or damaged, the element types or the tokenizers differ, or an input changed
-            while it was copied.
-        StorageError: the outputs cannot be written; nothing is left behind then.
+            while being copied.
+        StorageError: the outputs cannot be written; no files are left behind.
     """
     ranks = ranks or JobRanks.single()
-    own = range(ranks.rank, len(prefixes), ranks.size)
-    surveys = ranks.run_on_all(lambda: [[place, _survey(prefixes[place])] for place in own])
+    assigned = range(ranks.rank, len(prefixes), ranks.size)
+    surveys = ranks.run_on_all(lambda: [[index, _survey(prefixes[index])] for index in assigned])
     surveyed = sorted(entry for survey in surveys for entry in survey)
     plan = MergePlan(output_prefix, tuple(MergePart(*values) for _, values in surveyed))
     sidecar = _checked(plan)
     if sidecar is not None and is_one_corpus:
         sidecar = replace(sidecar, sources=_joined_sources(sidecar.sources))
     with _temporaries(plan, ranks) as (bin_path, idx_path):
-        ranks.run_on_all(lambda: _copy(plan, own, Path(bin_path), Path(idx_path)))
+        ranks.run_on_all(lambda: _copy(plan, assigned, Path(bin_path), Path(idx_path)))
         ranks.run_on_first(lambda: _publish(plan, sidecar, Path(bin_path), Path(idx_path)))
     return plan
 
@@ -120,7 +119,7 @@ def remove_pair(prefix: str) -> None:
 
 
 def _joined_sources(sources: Sequence[SourceRecord]) -> tuple[SourceRecord, ...]:
-    """One record per path; the hash of a source that came in several shares is unknown."""
+    """Returns one record per path; the hash of a source in several shares is unknown."""
     joined: dict[str, SourceRecord] = {}
     for source in sources:
         known = joined.get(source.path)
@@ -140,12 +139,12 @@ def _facts(dataset: IndexedDataset) -> MergePart:
 
 
 def _checked(plan: MergePlan) -> Sidecar | None:
-    """Checks that the parts fit together; returns the merged sidecar."""
+    """Checks that the parts are compatible; returns the merged sidecar."""
     names = {os.path.realpath(part.prefix) for part in plan.parts}
     if os.path.realpath(plan.output_prefix) in names:
         raise ConfigError(
-            f"--output-prefix {plan.output_prefix} is also one of --datasets and would be overwritten while it is "
-            "read. Choose another output."
+            f"--output-prefix {plan.output_prefix} is also one of --datasets and would be overwritten while being "
+            "read. Use another output."
         )
     first = plan.parts[0]
     for part in plan.parts[1:]:
@@ -174,7 +173,7 @@ def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
         if (sidecar.sequences, sidecar.tokens) != (part.sequences, part.tokens):
             raise DataError(
                 f"{part.prefix}.json lists {sidecar.sequences} sequences and {sidecar.tokens} tokens, but the pair "
-                f"has {part.sequences} and {part.tokens}: they do not belong together. Remove or restore the .json."
+                f"has {part.sequences} and {part.tokens}: they do not match. Remove or restore the .json."
             )
         ours, theirs = described[0][1].tokenizer, sidecar.tokenizer
         if not ours.is_of(theirs):
@@ -183,7 +182,7 @@ def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
                 f"{described[0][0].prefix} was made with the tokenizer {ours.name} (fingerprint "
                 f"{str(ours.fingerprint)[:12]}) and {part.prefix} with {theirs.name} "
                 f"({str(theirs.fingerprint)[:12]}): {f'{differing}, so ' if differing else ''}their ids mean different "
-                "words. Preprocess one of them again with the tokenizer of the other."
+                "text. Preprocess one of them again with the tokenizer of the other."
             )
     if not described:
         return None
@@ -206,13 +205,13 @@ def _merged_sidecar(plan: MergePlan) -> Sidecar | None:
 
 @contextmanager
 def _temporaries(plan: MergePlan, ranks: JobRanks) -> Iterator[tuple[str, str]]:
-    """The two files of the result under temporary names, at full size and filled with zeros; removed at the end."""
-    own = [temporary_name(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
+    """Creates the two output files under temporary names, filled with zeros; removes leftovers at the end."""
+    paths = [temporary_name(Path(f"{plan.output_prefix}.{suffix}")) for suffix in ("bin", "idx")]
     try:
-        names = ranks.run_on_first(lambda: _create(plan, *own))
+        names = ranks.run_on_first(lambda: _create(plan, *paths))
         yield names[0], names[1]
     finally:
-        for path in own:
+        for path in paths:
             discard(path)
 
 
@@ -228,15 +227,15 @@ def _create(plan: MergePlan, bin_path: Path, idx_path: Path) -> list[str]:
     return [str(bin_path), str(idx_path)]
 
 
-def _copy(plan: MergePlan, own: Sequence[int], bin_path: Path, idx_path: Path) -> None:
-    """Copies this rank's parts to their places, and the header on the rank that has the first part."""
+def _copy(plan: MergePlan, assigned: Sequence[int], bin_path: Path, idx_path: Path) -> None:
+    """Copies this rank's parts to their offsets, and the header on the rank of the first part."""
     try:
         with bin_path.open("r+b", buffering=0) as target, idx_path.open("r+b", buffering=0) as index:
-            if 0 in own:
+            if 0 in assigned:
                 for offset, data in plan.index.frame():
                     write_at(index.fileno(), data, offset)
-            for place in own:
-                _copy_part(plan, plan.parts[place], plan.starts[place], target.fileno(), index.fileno())
+            for number in assigned:
+                _copy_part(plan, plan.parts[number], plan.starts[number], target.fileno(), index.fileno())
             sync_file(target.fileno())
             sync_file(index.fileno())
     except OSError as failure:
@@ -260,7 +259,7 @@ def _copy_part(plan: MergePlan, part: MergePart, before: Sequence[int], target: 
         copied = _copy_bytes(source.fileno(), target, size, tokens * itemsize)
     if copied != size:
         raise DataError(
-            f"{dataset.bin_path} ended at byte offset {copied} instead of {size} while it was copied. Start again when "
+            f"{dataset.bin_path} ended at byte offset {copied} instead of {size} while being copied. Start again when "
             "nothing writes to it."
         )
     for start in range(0, part.sequences, _CHUNK_ENTRIES):
@@ -278,7 +277,7 @@ def _copy_part(plan: MergePlan, part: MergePart, before: Sequence[int], target: 
 
 
 def _copy_bytes(source: int, target: int, size: int, offset: int) -> int:
-    """Copies the first `size` bytes of a file to an offset of another; returns how many there were."""
+    """Copies the first `size` bytes of a file to an offset of another; returns the number of copied bytes."""
     done = 0
     while done < size and (data := os.pread(source, min(size - done, _COPIED_BYTES), done)):
         write_at(target, data, offset + done)
@@ -302,18 +301,18 @@ def _publish(plan: MergePlan, sidecar: Sidecar | None, bin_path: Path, idx_path:
 
 
 def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:
-    """Checks sizes, all tables, and the first and last bytes that came from each part.
+    """Checks sizes, all tables, and the first and last bytes of each part.
 
     Raises:
-        DataError: what was written is not what was meant; the disk or its file system lost bytes.
+        DataError: the output is wrong; the disk or its file system lost bytes.
     """
     table, index = read_token_index(idx_path, bin_path, bin_path.stat().st_size), plan.index
-    held = (len(table.lengths), len(table.documents) - 1, table.tokens)
-    wanted = (index.sequences, index.documents, index.tokens)
-    if (*held, table.dtype, idx_path.stat().st_size) != (*wanted, index.dtype, index.size_bytes):
+    actual = (len(table.lengths), len(table.documents) - 1, table.tokens)
+    expected = (index.sequences, index.documents, index.tokens)
+    if (*actual, table.dtype, idx_path.stat().st_size) != (*expected, index.dtype, index.size_bytes):
         raise DataError(
             "The merged index holds {} sequences, {} documents and {} tokens; the parts have {}, {} and {}. The disk "
-            "lost bytes: nothing was published.".format(*held, *wanted)
+            "lost bytes: nothing was published.".format(*actual, *expected)
         )
     start = 0
     with open_plain(bin_path, buffering=0) as merged:
@@ -325,7 +324,7 @@ def _verify(plan: MergePlan, bin_path: Path, idx_path: Path) -> None:
                     ours = os.pread(merged.fileno(), count, start + offset)
                     if ours != os.pread(source.fileno(), count, offset):
                         raise DataError(
-                            f"{count} bytes at offset {start + offset} of the merged file are not those at {offset} of "
-                            f"{part.prefix}.bin. The disk lost bytes or the input changed: nothing was published."
+                            f"{count} bytes at offset {start + offset} of the merged file differ from offset {offset} "
+                            f"of {part.prefix}.bin. The disk lost bytes or the input changed: nothing was published."
                         )
             start += size

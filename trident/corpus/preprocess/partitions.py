@@ -1,9 +1,9 @@
-"""Preprocessing in parts that are kept: a killed run continues after its last finished part and gives the same bytes.
+"""Preprocessing in parts: a killed run continues after its last finished part and writes the same bytes.
 
-The inputs are divided into shares in their order. Each share becomes pairs of its own, which are published as soon as
-they are complete, in a hidden folder next to the output; in the end they are merged and the folder is removed. The
-folder holds a manifest of what the parts were made from, so that parts of other inputs, another tokenizer or other
-options are never mixed in. While the parts are merged the disk holds everything twice.
+The inputs are divided into consecutive shares. Each share becomes separate pairs, published when complete in a hidden
+folder next to the output; in the end they are merged and the folder is removed. A manifest in the folder records
+inputs, tokenizer and options, so that parts of different runs are never mixed. During the merge the disk holds
+everything twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trident.corpus.workers.progress_line import ProgressLine
 _MANIFEST = "manifest.json"
 _LOCK = "lock"
 _LONGEST_SHOWN = 60
-# What the entries of a manifest are called on the command line.
+# Command-line names of the entries of a manifest.
 _NAMES = {
     "inputs": "--input (files, their sizes and times of change)",
     "shares": "--partitions or --shard",
@@ -56,14 +56,13 @@ Shares = tuple[tuple[InputPart, ...], ...]
 def divide(
     paths: Sequence[str], partitions: int, shard: Shard | None, separator: str | None, keys: Sequence[str]
 ) -> Shares:
-    """Divides inputs, or one shard's share of them, into a number of parts of about equal size; fewer if some are
-    empty.
+    """Divides inputs, or one shard of them, into parts of about equal size; fewer if some are empty.
 
     Args:
         keys: a Parquet input must have a column for each.
 
     Raises:
-        ConfigError: an input is missing, or has no size, so that it cannot be divided.
+        ConfigError: an input is missing, or cannot be divided because its size is unknown.
     """
     check_documents(paths, keys)
     outer = shard or Shard(1, 1)
@@ -80,15 +79,15 @@ def preprocess_in_parts(
     progress: ProgressLine,
     block_bytes: int = BLOCK_BYTES,
 ) -> PreprocessResult:
-    """Encodes shares of the inputs one by one into parts that outlive this process, and merges them; see `preprocess`.
+    """Encodes shares of the inputs one by one into persistent parts, and merges them; see `preprocess`.
 
-    The pairs are the same as `preprocess` writes for all shares.
+    The pairs equal the output of `preprocess` for all shares. Finished parts are kept on errors.
 
     Raises:
-        ConfigError: a tokenizer file is missing, or the parts there belong to another run.
-        DataError: a bad line (unless they are skipped) or a damaged file; finished parts stay.
-        StorageError: the outputs cannot be written; finished parts stay.
-        WorkerError: a worker process died; finished parts stay.
+        ConfigError: a tokenizer file is missing, or existing parts belong to another run.
+        DataError: a bad line (unless skipped) or a damaged file.
+        StorageError: the outputs cannot be written.
+        WorkerError: a worker process exited.
     """
     wholes = options.prefixes(output_prefix)
     for whole in wholes:
@@ -98,42 +97,40 @@ def preprocess_in_parts(
     folder = Path(wholes[0]).with_name(f".{Path(wholes[0]).name}.parts")
     width = len(str(len(shares)))
     parts = [str(folder / f"part{number:0{width}d}of{len(shares)}") for number in range(1, len(shares) + 1)]
-    with _held(folder):
+    with _locked(folder):
         description = _description(shares, options, encoder)
-        _take_over(folder, description)
+        _claim(folder, description)
         done = [_is_finished(part, options) for part in parts]
         if any(done):
             log.info(f"{sum(done)} of {len(parts)} parts were finished by an earlier run ({folder}) and are skipped.")
         try:
             for share, part, is_done in zip(shares, parts, done, strict=True):
                 if is_done:
-                    progress.leave_out(total_bytes(share) or 0)
+                    progress.skip(total_bytes(share) or 0)
                     continue
                 source = blocks(share, block_bytes, options.document_separator, options.keys)
                 preprocess_blocks(source, part, options, workers, progress, encoder)
             for whole, *pairs in zip(wholes, *map(options.prefixes, parts), strict=True):
                 merge(pairs, whole, is_one_corpus=True)
         except BaseException:
-            _say_what_stays(folder, sum(_is_finished(part, options) for part in parts), len(parts))
+            _keep_finished(folder, sum(_is_finished(part, options) for part in parts), len(parts))
             raise
         _remove(folder)
         return written(wholes)
 
 
-def _say_what_stays(folder: Path, finished: int, count: int) -> None:
+def _keep_finished(folder: Path, finished: int, count: int) -> None:
     if finished:
         log.info(
-            f"{finished} of {count} parts are finished and stay in {folder}; the same command continues from there."
+            f"{finished} of {count} parts are finished and kept in {folder}; the same command continues from there."
         )
     else:
         _remove(folder)
 
 
 def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) -> dict[str, Any]:
-    """All that decides the bytes of the parts, as JSON gives it back.
-
-    Bad lines are not among it: a part without any is the same whether they are skipped or not, see `_is_finished`.
-    """
+    """Returns everything that determines the bytes of the parts, as JSON."""
+    # Skipping of bad lines is excluded: a part without any is the same either way, see `_is_finished`.
     paths = dict.fromkeys(entry.path for share in shares for entry in share)
     sentences = options.sentences
     description = {
@@ -151,7 +148,7 @@ def _description(shares: Shares, options: EncodeOptions, encoder: BlockEncoder) 
 
 
 def _state(path: str) -> list[int]:
-    """What changes when an input does: size and time of change of a file, rows of a table."""
+    """Returns numbers that change with an input: size and modification time of a file, rows of a table."""
     table = open_table(path) if is_table(path) else None
     rows = [] if table is None else [table.rows]
     file = path if table is None else table.file
@@ -161,29 +158,26 @@ def _state(path: str) -> list[int]:
     return [*rows, state.st_size, state.st_mtime_ns]
 
 
-def _take_over(folder: Path, description: Mapping[str, Any]) -> None:
+def _claim(folder: Path, description: Mapping[str, Any]) -> None:
     """Claims a folder for this run, with the finished parts of an earlier run of the same command.
 
     Raises:
-        ConfigError: the folder holds parts of another run; finished parts may be hours of work, so that they are not
-            thrown away for a forgotten flag.
+        ConfigError: the folder holds parts of another run.
     """
     visible = [path for path in folder.iterdir() if path.name not in (_LOCK, _MANIFEST) and path.name[0] != "."]
     saved = _read_manifest(folder)
     if visible and not saved:
         raise ConfigError(
-            f"{folder} exists and holds {visible[0].name} without a {_MANIFEST}: this tool did not write it. Remove "
-            f"it, or "
-            "choose another --output-prefix."
+            f"{folder} exists and holds {visible[0].name} without a {_MANIFEST}, so this tool did not write it. Remove "
+            "it, or use another --output-prefix."
         )
     differing = [name for name in description if saved.get(name) != description[name]]
     has_finished = any(path.suffix == ".idx" for path in visible)
-    if has_finished and differing:
-        then, now = (_shown(values.get(differing[0])) for values in (saved, description))
+    if has_finished and differing:  # finished parts may be hours of work: a forgotten flag must not discard them
+        before, now = (_shown(values.get(differing[0])) for values in (saved, description))
         raise ConfigError(
-            f"{folder} holds parts of a run that did not finish, with other {_NAMES[differing[0]]}: {then} then, {now} "
-            "now. Give the command of that run again to finish it, or remove the folder (rm -r "
-            f"'{folder}') to start over."
+            f"{folder} holds parts of an unfinished run with other {_NAMES[differing[0]]}: {before} then, {now} now. "
+            f"Repeat the command of that run to finish it, or remove the folder (rm -r '{folder}') to start over."
         )
     if not has_finished:
         _remove(folder, keeps_lock=True)
@@ -196,13 +190,13 @@ def _shown(value: Any) -> str:
 
 
 def _is_finished(part: str, options: EncodeOptions) -> bool:
-    """Whether all pairs of a part are there, whole, and without bad lines that this run is not to skip."""
+    """Returns True if all pairs of a part are complete and without bad lines, unless this run skips those."""
     sidecars = [_sidecar_of(prefix) for prefix in options.prefixes(part)]
     return all(sidecar is not None and (options.skip_bad_lines or not sidecar.skipped) for sidecar in sidecars)
 
 
 def _sidecar_of(prefix: str) -> Sidecar | None:
-    """The sidecar of a pair that is whole and belongs to it; None where one is missing or damaged."""
+    """Returns the matching sidecar of a complete pair; None if either is missing or damaged."""
     try:
         dataset, sidecar = IndexedDataset(prefix), read_sidecar(prefix)
     except DataError:
@@ -219,7 +213,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _remove(folder: Path, *, keeps_lock: bool = False) -> None:
-    """Removes the parts, then the manifest, then the folder: parts are never left without their manifest."""
+    """Removes the parts, then the manifest, then the folder, so that parts are never left without manifest."""
     last = {_MANIFEST: 1, _LOCK: 2}
     try:
         for path in sorted(folder.iterdir(), key=lambda path: last.get(path.name, 0)):
@@ -232,12 +226,12 @@ def _remove(folder: Path, *, keeps_lock: bool = False) -> None:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """Makes the folder and locks it against other runs; the system releases the lock however this process ends.
+def _locked(folder: Path) -> Iterator[None]:
+    """Creates the folder and locks it against other runs; the system releases the lock when this process exits.
 
     Raises:
         ConfigError: another run is using it.
-        StorageError: it cannot be made.
+        StorageError: it cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -255,6 +249,6 @@ def _held(folder: Path) -> Iterator[None]:
             if failure.errno in (errno.EACCES, errno.EAGAIN):
                 raise ConfigError(
                     f"Another run writes its parts to {folder}, for the same output. Wait until it has finished, or "
-                    "choose another --output-prefix."
-                ) from failure  # any other: a file system without locks
+                    "use another --output-prefix."
+                ) from failure  # any other error: a file system without locks
         yield

@@ -25,13 +25,13 @@ BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class PreprocessResult:
-    """What was written.
+    """The outcome of preprocessing.
 
     Args:
         prefixes: data prefixes, one per key.
         documents: documents written, over all keys.
-        empty_of_key: documents of each key that gave no ids and were left out.
-        skipped: bad lines that were left out.
+        empty_of_key: skipped documents of each key that gave no ids.
+        skipped: skipped bad lines.
         tokens_of_key: ids written for each key.
     """
 
@@ -64,13 +64,13 @@ def preprocess(
 
     Args:
         inputs: files (see `expand_inputs`), or parts of them (see `share_of`).
-        workers: 1 encodes in this process, more in others: no more than there are usable cores, or blocks.
+        workers: 1 encodes in this process, more in others: at most the usable cores and the blocks.
 
     Raises:
         ConfigError: an input or a tokenizer file is missing.
-        DataError: a bad line (unless they are skipped) or a damaged file.
+        DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process died.
+        WorkerError: a worker process exited.
     """
     check_documents([entry.path if isinstance(entry, InputPart) else entry for entry in inputs], options.keys)
     source = blocks(inputs, block_bytes, options.document_separator, options.keys)
@@ -78,7 +78,7 @@ def preprocess(
 
 
 def written(prefixes: tuple[str, ...]) -> PreprocessResult:
-    """What the sidecars of pairs say of them."""
+    """Returns the result of preprocessing according to the sidecars."""
     sidecars = [sidecar for prefix in prefixes if (sidecar := read_sidecar(prefix)) is not None]
     return PreprocessResult(
         prefixes,
@@ -89,16 +89,16 @@ def written(prefixes: tuple[str, ...]) -> PreprocessResult:
     )
 
 
-def warn_of_no_tokens(prefixes: Sequence[str], tokens: Sequence[int], empty: int, skipped: int) -> None:
-    """Warns once of all data prefixes that hold no token: they are valid files, but cannot be trained on.
+def warn_if_no_tokens(prefixes: Sequence[str], tokens: Sequence[int], empty: int, skipped: int) -> None:
+    """Warns of all data prefixes without tokens: they are valid files, but useless for training.
 
-    Not done by `preprocess` itself: the share of one rank may well be empty.
+    `preprocess` does not call this, since the share of one rank may be empty.
     """
     bare = [prefix for prefix, count in zip(prefixes, tokens, strict=True) if count == 0]
     if bare:
         log.warning(
             f"{', '.join(bare)} (.bin, .idx): 0 tokens were written ({empty} empty documents and {skipped} bad lines "
-            "left out), so there is nothing to train on. Check --input and the JSON keys."
+            "skipped), so there is no training data. Check --input and the JSON keys."
         )
 
 
@@ -113,7 +113,7 @@ def preprocess_blocks(
     """Encodes blocks of lines, in their order, into one `.bin/.idx` pair per key with its sidecar; see `preprocess`.
 
     Args:
-        encoder: of these options, where there is one already.
+        encoder: for these options, if it exists already.
     """
     prefixes = options.prefixes(output_prefix)
     for prefix in prefixes:
@@ -146,19 +146,19 @@ def _write(
     path = ""
     skipped = BadLines(options.skip_bad_lines)
     for block, result in encoded:
-        if block.start == 0 or block.source != path:  # a source begins, or the part of it that is to be encoded here
+        if block.start == 0 or block.source != path:  # a source begins, or this job's part of it
             path, line, bytes_before = block.source, block.first_line, block.start
         if result.bad:
             lines_before = _newlines(path, bytes_before) + line
             skipped.take(result.bad, result.bad_count, path, block.start, lines_before)
-        places = []
+        offsets = []
         for writer, key in zip(writers, result.keys, strict=True):
             if key.ids is None:
-                places.append(writer.reserve(key.lengths, key.sequences_per_document))
+                offsets.append(writer.reserve(key.lengths, key.sequences_per_document))
             else:
                 writer.add_batch(key.ids, key.lengths, key.sequences_per_document)
-        if result.place is not None:
-            result.place(places)
+        if result.send_offsets is not None:
+            result.send_offsets(offsets)
         line += result.lines
         good += result.documents
         progress.advance(result.documents + result.bad_count, block.size, block.input_bytes)
@@ -169,11 +169,11 @@ def _write(
 
 
 def _newlines(path: str, size: int) -> int:
-    """Newlines in the first bytes of a file; counted only when a line is bad and the work began after them."""
+    """Counts newlines in the first bytes of a file; needed only if a line is bad and the work began after them."""
     count = 0
     if size:
         with open_plain(path, buffering=0) as file:
-            while size and (piece := file.read(min(size, BLOCK_BYTES))):
-                count += piece.count(b"\n")
-                size -= len(piece)
+            while size and (chunk := file.read(min(size, BLOCK_BYTES))):
+                count += chunk.count(b"\n")
+                size -= len(chunk)
     return count

@@ -1,4 +1,4 @@
-"""What a corpus is made from: sizes and fast hashes of its sources, and the versions of the programs that made it."""
+"""Provenance of a corpus: sizes and fast hashes of its sources, and program versions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PACKAGES = ("numpy", "tokenizers", "gigatoken", "sentencepiece", "sentencex")
 
 
 class SourceLog:
-    """Records blocks as they pass: how many bytes of text each source gave, and their XXH3 hash.
+    """Records the size and XXH3 hash of each source's text while its blocks pass.
 
-    The text is hashed as it is encoded, uncompressed, so that the same lines have the same hash however they were
-    packed. It costs less than a hundredth of encoding; without the xxhash package it is left out.
+    The uncompressed text is hashed, so that the same lines have the same hash in any compression. This costs less than
+    a hundredth of encoding; without the xxhash package it is skipped.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class SourceLog:
         self._new_hash = _hash_maker()
 
     def watch(self, blocks: Iterable[InputBlock]) -> Iterator[InputBlock]:
-        """Passes the blocks on unchanged."""
+        """Yields the blocks unchanged."""
         for block in blocks:
             self._note(block)
             yield block
 
     def records(self) -> tuple[SourceRecord, ...]:
-        """One record per source, in the order in which they came."""
+        """Returns one record per source, in order of appearance."""
         return tuple(
             SourceRecord(path, size, self._hashes[path].hexdigest() if self._hashes.get(path) is not None else None)
             for path, size in self._sizes.items()
@@ -45,8 +45,8 @@ class SourceLog:
 
     def _note(self, block: InputBlock) -> None:
         is_new = block.source not in self._sizes
-        if block.layout == "parquet":  # has no lines: its own bytes count, once
-            if not os.path.exists(block.source):  # rows of a dataset, which are cut into blocks in many ways
+        if block.layout == "parquet":  # without lines: the bytes of the file count, once
+            if not os.path.exists(block.source):  # rows of a dataset, without a fixed division into blocks
                 self._sizes[block.source] = self._sizes.get(block.source, 0) + block.size
                 return
             if not is_new:
@@ -61,14 +61,14 @@ class SourceLog:
         if running is None:
             return
         try:
-            for piece in _pieces(block):
-                running.update(piece)
-        except OSError:  # encoding the block meets the same error and reports it
+            for chunk in _chunks(block):
+                running.update(chunk)
+        except OSError:  # encoding the block raises the same error
             self._hashes[block.source] = None
 
 
 def versions() -> dict[str, str]:
-    """Versions of this package and of what decides the ids."""
+    """Returns the versions of this package and of all packages that determine the ids."""
     installed = {"trident-megatron": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -78,8 +78,8 @@ def versions() -> dict[str, str]:
     return installed
 
 
-def _pieces(block: InputBlock) -> Iterator[bytes | memoryview]:
-    """The bytes of a block, through one small buffer when they are in a file: each is looked at before the next."""
+def _chunks(block: InputBlock) -> Iterator[bytes | memoryview]:
+    """Yields the bytes of a block; chunks from a file share one small buffer."""
     if block.data is not None:
         yield block.data
         return

@@ -1,4 +1,4 @@
-"""Texts to sentences, for objectives that pair sentences (BERT) and for data that is packed by sentence."""
+"""Splits texts into sentences, for objectives that pair sentences (BERT) and for data packed by sentence."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.tokenizers.encoders.fast_encoder import without_panics
+from megatron.tokenizers.encoders.fast_encoder import catch_rust_panics
 
 _LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z0-9]+)*")
-# Upstream's --lang takes the names of NLTK's models.
+# Upstream's --lang takes names of NLTK's models.
 _CODE_OF_NAME = {
     "czech": "cs", "danish": "da", "dutch": "nl", "english": "en", "estonian": "et", "finnish": "fi", "french": "fr",
     "german": "de", "greek": "el", "italian": "it", "malayalam": "ml", "norwegian": "no", "polish": "pl",
     "portuguese": "pt", "russian": "ru", "slovene": "sl", "spanish": "es", "swedish": "sv", "turkish": "tr",
 }  # fmt: skip
-# The library counts these as one byte where they follow a capital before a full stop (sentencex 1.0.32), and gives up.
+# The library counts these as one byte after a capital before a full stop (sentencex 1.0.32), and fails.
 _WIDE_SPACE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
 _PARAGRAPH_END = re.compile(r"\n\r*\n[\r\n]*")
 _PART_LETTERS = 4 << 20
@@ -25,16 +25,16 @@ _PART_LETTERS = 4 << 20
 
 @dataclass(frozen=True)
 class SentenceSplitter:
-    """Cuts texts into sentences by the rules of `sentencex` (abbreviations, quotes, numbers, scripts).
+    """Splits texts into sentences by the rules of `sentencex` (abbreviations, quotes, numbers, scripts).
 
     Args:
-        language: ISO 639 code, or one of the names that upstream's tool takes (english); a language that the library
-            has no rules for is cut by the rules of a related one or of English.
-        keep_newlines: the whitespace between two sentences stays at the end of the first, so that all sentences back to
-            back are the text; otherwise it is dropped, also at both ends of the text.
+        language: ISO 639 code, or a name supported by upstream's tool (english); the library uses the rules of a
+            related language or of English for languages without rules.
+        keep_newlines: keep the whitespace between two sentences at the end of the first, so that all sentences joined
+            are the text; otherwise it is removed, also at both ends of the text.
 
     Raises:
-        ConfigError: the language is not written as a language code, or the library is not installed.
+        ConfigError: the language is not a valid code, or the library is not installed.
     """
 
     language: str = "en"
@@ -43,52 +43,49 @@ class SentenceSplitter:
     def __post_init__(self) -> None:
         if not _LANGUAGE.fullmatch(_code(self.language)):
             raise ConfigError(
-                f"--lang {self.language} is not a language. Give a code of ISO 639 like en, tr or zh, or one of the "
-                f"names "
+                f"--lang {self.language} is not a language. Use an ISO 639 code like en, tr or zh, or one of the names "
                 f"{', '.join(_CODE_OF_NAME)}."
             )
         _library()
 
     def split(self, text: str) -> list[str]:
-        """The sentences of a text in order; none is empty, and a text of whitespace has none unless it is kept."""
+        """Returns the non-empty sentences of a text in order; whitespace alone is none unless it is kept."""
         return [sentence for batch in self.batches(text) for sentence in batch]
 
     def batches(self, text: str) -> Iterator[list[str]]:
-        """The sentences of a text, some millions of characters at a time: its paragraphs do not depend on each
-        other.
-        """
+        """Yields the sentences of a text, some millions of characters at a time, since paragraphs are independent."""
         leading = ""
         for part in _parts(text):
             if not self.keep_newlines:
-                yield [sentence for piece in self._pieces(part) if (sentence := piece.strip())]
+                yield [sentence for segment in self._segments(part) if (sentence := segment.strip())]
                 continue
             sentences: list[str] = []
-            for piece in self._pieces(part):
-                if not piece.isspace():
-                    sentences.append(leading + piece)
+            for segment in self._segments(part):
+                if not segment.isspace():
+                    sentences.append(leading + segment)
                     leading = ""
                 elif sentences:
-                    sentences[-1] += piece
+                    sentences[-1] += segment
                 else:
-                    leading += piece
+                    leading += segment
             yield sentences
         if leading:
             yield [leading]
 
-    def _pieces(self, text: str) -> Sequence[str]:
-        """Stretches of the text that make up all of it: sentences, and whitespace between paragraphs."""
+    def _segments(self, text: str) -> Sequence[str]:
+        """Splits the whole text into sentences and whitespace between paragraphs."""
         has_wide = not text.isascii() and _WIDE_SPACE.search(text) is not None
         narrow = _WIDE_SPACE.sub(" ", text) if has_wide else text
         try:
-            sentences: list[str] = without_panics(lambda: _library().segment(_code(self.language), narrow))
-        except ValueError:  # whatever it failed on: splitting at line ends is the fallback, the same in every run
+            sentences: list[str] = catch_rust_panics(lambda: _library().segment(_code(self.language), narrow))
+        except ValueError:  # any failure: splitting at line ends is the reproducible fallback
             return text.splitlines(keepends=True)
-        pieces = sentences if sum(map(len, sentences)) == len(text) else _with_gaps(narrow, sentences)
-        return list(_stretches(text, pieces)) if has_wide else pieces
+        segments = sentences if sum(map(len, sentences)) == len(text) else _with_gaps(narrow, sentences)
+        return list(_cut_alike(text, segments)) if has_wide else segments
 
 
 def _parts(text: str) -> Iterator[str]:
-    """A text, cut after the end of a paragraph whenever it has become long."""
+    """Yields a long text in parts that end with a paragraph."""
     start = 0
     while len(text) - start > _PART_LETTERS and (end := _PARAGRAPH_END.search(text, start + _PART_LETTERS)):
         yield text[start : end.end()]
@@ -97,34 +94,32 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _with_gaps(text: str, sentences: Sequence[str]) -> list[str]:
-    """Sentences, with all that is missing between them: the library drops some at the end of a paragraph, and writes
-    the ends of paragraphs in its own way.
-    """
-    pieces: list[str] = []
+    """Returns sentences with the text missing between them: the library drops and rewrites ends of paragraphs."""
+    segments: list[str] = []
     reached = 0
     for sentence in sentences:
         start = -1 if sentence.isspace() else text.find(sentence, reached)
         if start < 0:
             continue
         if start > reached:
-            pieces.append(text[reached:start])
-        pieces.append(sentence)
+            segments.append(text[reached:start])
+        segments.append(sentence)
         reached = start + len(sentence)
     if reached < len(text):
-        pieces.append(text[reached:])
-    return pieces
+        segments.append(text[reached:])
+    return segments
 
 
 def _code(language: str) -> str:
     return _CODE_OF_NAME.get(language.lower(), language)
 
 
-def _stretches(text: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Cuts a text as another of the same length was cut."""
+def _cut_alike(text: str, segments: Sequence[str]) -> Iterator[str]:
+    """Cuts a text like another one of the same length."""
     start = 0
-    for piece in pieces:
-        yield text[start : start + len(piece)]
-        start += len(piece)
+    for segment in segments:
+        yield text[start : start + len(segment)]
+        start += len(segment)
 
 
 def _library() -> Any:
@@ -132,6 +127,6 @@ def _library() -> Any:
         import sentencex
     except ImportError as failure:
         raise ConfigError(
-            "--split-sentences needs the sentencex package: pip install 'trident-megatron[data]' (or sentencex)."
+            "--split-sentences requires the sentencex package: pip install 'trident-megatron[data]' (or sentencex)."
         ) from failure
     return sentencex

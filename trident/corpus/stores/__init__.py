@@ -1,4 +1,4 @@
-"""Document stores in the corpus tools: a table as an input, importing documents, and examining, timing and sampling.
+"""Document stores in the corpus tools: tables as inputs, imports, and inspection, timing and sampling.
 
-Reading a store by number belongs to `megatron/data/stores`. Nothing imports this before an input names a database.
+Reading a store by index belongs to `megatron/data/stores`. This package is imported only for inputs in a database.
 """

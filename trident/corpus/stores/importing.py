@@ -1,4 +1,4 @@
-"""Importing files into a document store: each as a whole or not at all, and only what is not there already."""
+"""Imports files into a document store: each as a whole or not at all, and skips files that are imported already."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """How texts are found in the files that are imported.
+    """Options for reading the imported files.
 
     Args:
-        key: of the text, which becomes `filt_text`. With None the first line of each file decides: `text`, or
-            `filt_text` and `form` as dsGPT2 writes them.
-        original_key: of the text before it was filtered, which becomes `form`; None where it is not kept. For pairs,
-            whose questions have `key`, the key of the answers.
-        skip_bad_lines: leave bad lines out instead of stopping at the first.
-        document_separator: what ends a document in plain text.
-        adds_changed: import a file again whose contents are not those that were imported under its name.
+        key: of the text, which becomes `filt_text`. None derives it from the first line of each file: `text`, or
+            `filt_text` and `form` as written by dsGPT2.
+        original_key: of the unfiltered text, which becomes `form`; None to omit it. For pairs, whose questions have
+            `key`, the key of the answers.
+        skip_bad_lines: skip bad lines instead of stopping at the first.
+        document_separator: ends a document in plain text.
+        adds_changed: import a file again if its contents changed.
     """
 
     key: str | None = None
@@ -50,7 +50,7 @@ class ImportOptions:
         return (key,) if self.original_key is None else (key, self.original_key)
 
     def for_lines(self, data: bytes) -> ImportOptions:
-        """The options with the keys that the first of these lines of JSON has."""
+        """Returns the options with the keys of the first of these JSON lines."""
         if self.key is not None:
             return self
         with contextlib.suppress(ValueError, RecursionError):
@@ -63,7 +63,7 @@ class ImportOptions:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The import of one file: `record` is None if its contents were in the collection already."""
+    """The import of one file: `record` is None if its contents are in the collection already."""
 
     source: str
     record: ImportRecord | None
@@ -73,29 +73,29 @@ class ImportResult:
 def import_files(
     paths: Sequence[str], writer: StoreWriter, collection: str, options: ImportOptions, progress: ProgressLine
 ) -> Iterator[ImportResult]:
-    """Adds files to a collection, each as a whole or not at all; what is in the collection already is not added again.
+    """Adds files to a collection, each as a whole or not at all, and skips files that are in the collection already.
 
-    A file is known by the hash of its bytes and the key, whatever its name. Standard input and databases are known by
-    the hash of what they give, so they are read before that is found out.
+    A file is identified by the hash of its bytes and the key, not by its name. Standard input and databases are
+    identified by the hash of their contents, so they are read first.
 
     Raises:
-        ConfigError: a file is missing, or it has changed since it was imported.
-        DataError: a bad line, unless they are skipped; files before this one stay imported.
+        ConfigError: a file is missing, or changed since it was imported.
+        DataError: a bad line, unless skipped; previous files stay imported.
         StorageError: the store cannot be written.
     """
     check_documents(paths, options.keys)
     for path in paths:
         fingerprint = _file_fingerprint(path)
-        wanted = options if fingerprint is None else options.for_lines(_first_line(path))
-        first = writer.begin()  # before anything is looked up: another import may be under way
+        resolved = options if fingerprint is None else options.for_lines(_first_line(path))
+        first = writer.begin()  # before any lookup: another import may be running
         try:
             if fingerprint is not None:
-                if _known(writer, fingerprint, wanted) is not None:
-                    progress.leave_out(total_bytes([path]) or 0)
+                if _known(writer, fingerprint, resolved) is not None:
+                    progress.skip(total_bytes([path]) or 0)
                     yield ImportResult(masked(path), None)
                     continue
-                _refuse_changed(writer, path, fingerprint, wanted)
-            yield _import_one(path, fingerprint, first, writer, collection, wanted, progress)
+                _refuse_changed(writer, path, fingerprint, resolved)
+            yield _import_one(path, fingerprint, first, writer, collection, resolved, progress)
         finally:
             writer.abort()
 
@@ -143,27 +143,27 @@ def _refuse_changed(writer: StoreWriter, path: str, fingerprint: str, options: I
     if former and not options.adds_changed:
         raise ConfigError(
             f"{path} was imported before ({former[-1].num_docs} documents from idx {former[-1].first_idx}) and has "
-            f"other contents now (hash {former[-1].fingerprint[:8]} then, {fingerprint[:8]} now). Give "
-            "--on-changed-file add to import all of it again, or import into a new collection."
+            f"changed since (hash {former[-1].fingerprint[:8]} then, {fingerprint[:8]} now). Use --on-changed-file add "
+            "to import all of it again, or import into a new collection."
         )
 
 
 def _file_fingerprint(path: str) -> str | None:
-    """Hash of a file's bytes on disk; None for what is not a regular file."""
+    """Returns the hash of a file's bytes; None if it is not a regular file."""
     if not Path(path).is_file() or total_bytes([path]) is None:
         return None
     running = hashlib.blake2b(digest_size=16)
     try:
         with open_plain(path, buffering=0) as file:
-            while piece := file.read(_READ_BYTES):
-                running.update(piece)
+            while chunk := file.read(_READ_BYTES):
+                running.update(chunk)
     except OSError as failure:
         raise DataError(f"{path} cannot be read: {failure.strerror or failure}.") from failure
     return running.hexdigest()
 
 
 def _first_line(path: str) -> bytes:
-    """The first line of JSON of a file; nothing of a file that has no such lines."""
+    """Returns the first JSON line of a file; empty for other layouts."""
     if layout_of(path) != "jsonl":
         return b""
     return next((line for block in blocks([path], 1) if not is_blank(line := block.read())), b"")

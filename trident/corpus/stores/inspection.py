@@ -1,7 +1,7 @@
-"""What a document store holds: its document numbers audited, its lengths counted, its reads timed, and samples drawn.
+"""Inspection of a document store: audit of indices, histogram of lengths, timing of reads, and samples.
 
-Source: `fetch_samples` writes what dsGPT2's `vocab_downloader.py` writes; the lengths are as in its `statistics.py`,
-which counts in bins of ten tokens up to 130.
+Source: `fetch_samples` equals dsGPT2's `vocab_downloader.py`; the lengths are as in its `statistics.py`, with bins of
+ten tokens up to 130.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from megatron.data.stores.backend import PLAIN_COLUMN, StoreBackend
-from megatron.data.stores.document_store import DocumentStore, chosen_collections, open_store
+from megatron.data.stores.document_store import DocumentStore, open_store, select_collections
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.files.replacing import check_writable, write_atomically
 from megatron.tokenizers.tokenizer import Tokenizer
@@ -35,12 +35,12 @@ _DOCUMENTS_AT_ONCE = 1024
 
 @dataclass
 class Audit:
-    """What is wrong with the numbers of a collection.
+    """Problems with the indices of a collection.
 
     Args:
-        counted: documents according to `meta_info`, None where it says nothing.
-        holes: the first stretches of missing numbers, both ends included; `hole_count` counts the numbers of all.
-        duplicates: the first numbers that are there more than once; `duplicate_count` counts the surplus documents.
+        counted: documents according to `meta_info`, None without an entry.
+        holes: the first ranges of missing indices, both ends included; `hole_count` is the number of missing indices.
+        duplicates: the first duplicate indices; `duplicate_count` is the number of surplus documents.
         unnumbered: documents without an idx.
     """
 
@@ -66,20 +66,20 @@ class Audit:
             problems.append(f"{self.unnumbered} documents without an idx")
         if self.counted is not None and self.counted < self.size:
             problems.append(
-                f"{self.size - self.counted} numbers beyond the {self.counted} documents that meta_info counts (an "
-                "import that is running or was killed; the next import removes them)"
+                f"{self.size - self.counted} indices beyond the {self.counted} documents that meta_info counts (an "
+                "import is running or was killed; the next import removes them)"
             )
         return problems
 
 
 def audit(backend: StoreBackend, names: Sequence[str] = ()) -> list[Audit]:
-    """Audits the document numbers of collections (all, if none is named) in constant memory.
+    """Audits the indices of collections (all by default) in constant memory.
 
     Raises:
         DataError: a collection is missing.
         StorageError: the database cannot be reached, or is locked.
     """
-    return [_audit_one(backend, name) for name in chosen_collections(backend, names)]
+    return [_audit_one(backend, name) for name in select_collections(backend, names)]
 
 
 def _audit_one(backend: StoreBackend, name: str) -> Audit:
@@ -117,22 +117,22 @@ def _listed(numbers: Sequence[str], count: int) -> str:
 
 
 def time_fetches(address: str, fetches: int, seed: int) -> dict[str, Any]:
-    """Times the fetch of documents drawn at random; the first ones pay for what is not cached yet.
+    """Times the fetch of random documents; the first ones include cache misses.
 
     Raises:
         ConfigError: the store is empty.
     """
     store = open_store(address)
     if not len(store):
-        raise ConfigError(f"{store.shown} holds no document to fetch. Import some first.")
+        raise ConfigError(f"{store.shown} holds no documents. Import some first.")
     drawn = random.Random(seed)
     nanoseconds = []
     characters = 0
     for _ in range(fetches):
         number = drawn.randrange(len(store))
-        begin = time.perf_counter_ns()
+        started_at = time.perf_counter_ns()
         text = store.fetch(number)
-        nanoseconds.append(time.perf_counter_ns() - begin)
+        nanoseconds.append(time.perf_counter_ns() - started_at)
         characters += len(text)
     nanoseconds.sort()
     return {
@@ -152,10 +152,8 @@ def _milliseconds(nanoseconds: Sequence[int], share: float) -> float:
 
 
 def _peak_memory_bytes() -> int:
-    """Most memory that this program held.
-
-    On Linux, `ru_maxrss` is at least the parent process's, so the figure of the address space is taken.
-    """
+    """Returns the peak resident memory of this process."""
+    # On Linux, `ru_maxrss` is at least the parent's, so VmHWM is preferred.
     with contextlib.suppress(OSError):
         peak = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), flags=re.MULTILINE)
         if peak:
@@ -166,12 +164,12 @@ def _peak_memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """Documents by their number of tokens, without the token that ends a document.
+    """Histogram of documents by number of tokens, without the end-of-document token.
 
     Attributes:
-        width: tokens of a bin.
-        counts: documents of each bin; the last counts all that are longer.
-        tokens: of all documents.
+        width: tokens per bin.
+        counts: documents per bin; the last bin is open.
+        tokens: total of all documents.
         longest: tokens of the longest document.
     """
 
@@ -185,7 +183,7 @@ class LengthHistogram:
         return sum(self.counts)
 
     def lines(self) -> Iterator[str]:
-        """A line for each bin, then the mean and the longest."""
+        """Yields a line for each bin, then the mean and the longest."""
         last = len(self.counts) - 1
         for number, count in enumerate(self.counts):
             first = number * self.width
@@ -201,11 +199,11 @@ def length_histogram(store: DocumentStore, tokenizer: Tokenizer, width: int, mos
     """Counts all documents in constant memory.
 
     Args:
-        width: tokens of a bin.
+        width: tokens per bin.
         most: documents of at least this many tokens share the last bin.
 
     Raises:
-        DataError: there are none.
+        DataError: the store is empty.
     """
     if not len(store):
         raise DataError(f"{store.shown} holds no documents to count. Import some with tools/corpus/corpus_store.py.")
@@ -221,10 +219,10 @@ def length_histogram(store: DocumentStore, tokenizer: Tokenizer, width: int, mos
 
 
 def stream_samples(address: str, samples: int, seed: int, stream: BinaryIO) -> None:
-    """Writes documents drawn at random, each at most once, as lines of JSON with the key `text`, in their order.
+    """Writes random documents without repetition, as JSON lines with the key `text`, in order.
 
     Raises:
-        ConfigError: there are fewer documents than samples.
+        ConfigError: fewer documents than samples.
     """
     store = open_store(address)
     for number in sorted(_drawn(len(store), samples, seed)):
@@ -234,20 +232,20 @@ def stream_samples(address: str, samples: int, seed: int, stream: BinaryIO) -> N
 
 def _drawn(size: int, samples: int, seed: int) -> list[int]:
     if samples > size:
-        raise ConfigError(f"--nsample {samples} is more than the {size} documents of the store. Ask for fewer.")
+        raise ConfigError(f"--nsample {samples} exceeds the {size} documents of the store. Use a smaller number.")
     return random.Random(seed).sample(range(size), samples)
 
 
 def fetch_samples(
     address: str, samples: int, processes: int, output_prefix: str, separator: str, seed: int
 ) -> list[tuple[str, int]]:
-    """Writes documents drawn at random, each at most once, to `<prefix><i>.txt`, one file per process.
+    """Writes random documents without repetition to `<prefix><i>.txt`, one file per process.
 
     Returns:
-        the files and how many documents each holds.
+        the files and the number of documents in each.
 
     Raises:
-        ConfigError: there are fewer documents than samples.
+        ConfigError: fewer documents than samples.
         StorageError: a file cannot be written, or a process was killed.
     """
     drawn = _drawn(len(open_store(address)), samples, seed)

@@ -1,4 +1,4 @@
-"""A table of a document store as an input: its rows become lines of JSON."""
+"""A table of a document store as an input: its rows become JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from megatron import log
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.backend import PLAIN_COLUMN, CollectionFacts
-from megatron.data.stores.document_store import chosen_collections, open_backend, text_column
+from megatron.data.stores.document_store import open_backend, select_collections, text_column
 from megatron.errors import ConfigError
 from trident.corpus.inputs.block import InputBlock
 from trident.corpus.inputs.lines import LONG_LINE_BYTES
@@ -19,13 +19,13 @@ from trident.corpus.inputs.tables import InputTable
 
 
 def table_names(value: str) -> list[str]:
-    """The addresses of all tables that an address names, in order."""
+    """Returns the addresses of all tables at an address, in order."""
     address = StoreAddress.of(value)
-    return [address.only(name) for name in chosen_collections(open_backend(address), address.collections)]
+    return [address.only(name) for name in select_collections(open_backend(address), address.collections)]
 
 
 def open_table(path: str) -> StoreTable:
-    """The table of one of these addresses."""
+    """Opens the table at one of these addresses."""
     return StoreTable(path)
 
 
@@ -40,9 +40,9 @@ class StoreTable(InputTable):
         self._address = StoreAddress.of(path)
         self._shown = self._address.shown
         self._backend = open_backend(self._address)
-        names = chosen_collections(self._backend, self._address.collections)
+        names = select_collections(self._backend, self._address.collections)
         if len(names) != 1:
-            raise ConfigError(f"{self._shown} holds {len(names)} tables ({', '.join(names[:8])}); name one of them.")
+            raise ConfigError(f"{self._shown} holds {len(names)} tables ({', '.join(names[:8])}); select one.")
         self._name = names[0]
         self._facts: CollectionFacts = self._backend.facts(self._name)
 
@@ -52,12 +52,12 @@ class StoreTable(InputTable):
 
     @property
     def file(self) -> str | None:
-        return self._address.place if self._address.kind == "sqlite" else None
+        return self._address.target if self._address.kind == "sqlite" else None
 
     def size_bytes(self, start: int, stop: int | None) -> int | None:
         if self._address.kind != "sqlite":
             return None
-        size = os.path.getsize(self._address.place)
+        size = os.path.getsize(self._address.target)
         if start == 0 and stop is None:
             return size
         rows = max(1, self.rows)
@@ -68,8 +68,8 @@ class StoreTable(InputTable):
         if self._facts.counted and self.rows < self._facts.counted:
             log.warning(
                 f"{self._shown}: {self._facts.counted - self.rows} of the {self._facts.counted} documents that "
-                "meta_info counts are missing (holes in idx); the others are read. tools/corpus/corpus_store.py stat "
-                "lists the numbers."
+                "meta_info counts are missing (gaps in idx); the others are read. tools/corpus/corpus_store.py stat "
+                "lists the indices."
             )
 
     def blocks(self, keys: Sequence[str], start: int, stop: int | None, block_bytes: int) -> Iterator[InputBlock]:
@@ -96,17 +96,17 @@ class StoreTable(InputTable):
         return InputBlock(self._shown, offset, size, b"".join(lines), taken, "jsonl", 0 if offset else first)
 
     def _columns(self, keys: Sequence[str]) -> list[str]:
-        there, column = self._facts.columns, self._address.column
-        if not there:  # an empty collection
+        available, column = self._facts.columns, self._address.column
+        if not available:  # an empty collection
             return list(keys)
         if column is not None and len(keys) > 1:
             raise ConfigError(
-                f"{self._shown}: column= names one column, but --json-keys names {len(keys)}: {' '.join(keys)}. Leave "
-                "column= out: every key is the column of its name."
+                f"{self._shown}: column= selects one column, but --json-keys has {len(keys)}: {' '.join(keys)}. Remove "
+                "column=: every key is the column of its name."
             )
         if column is not None or list(keys) == [PLAIN_COLUMN]:
-            return [text_column(self._shown, self._name, there, column)]
-        return [text_column(self._shown, self._name, there, None if key == PLAIN_COLUMN else key) for key in keys]
+            return [text_column(self._shown, self._name, available, column)]
+        return [text_column(self._shown, self._name, available, None if key == PLAIN_COLUMN else key) for key in keys]
 
 
 def _line(keys: Sequence[str], values: Sequence[Any]) -> bytes:
@@ -118,10 +118,10 @@ def _line(keys: Sequence[str], values: Sequence[Any]) -> bytes:
 
 
 def _text(value: Any) -> str:
-    """The text in a column.
+    """Returns the text of a value.
 
     Raises:
-        UnicodeDecodeError, TypeError: there is none.
+        UnicodeDecodeError, TypeError: not a text.
     """
     if type(value) is bytes:
         return value.decode("utf-8")
@@ -131,7 +131,7 @@ def _text(value: Any) -> str:
 
 
 def _written(value: Any) -> bytes:
-    """A value as JSON; what is not text keeps a form that readers of lines refuse with a fitting message."""
+    """Converts a value to JSON; for a value that is not text, the reader of lines reports a fitting error."""
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")

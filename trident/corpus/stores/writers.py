@@ -1,9 +1,8 @@
-"""Adding a file's documents to a collection of a store: all of them or none, even if the process is killed.
+"""Adds a file's documents to a collection of a store: all of them or none, even if the process is killed.
 
-SQLite holds one transaction open for the whole file; new pages are not kept in its journal, so that costs neither
-memory nor time. MongoDB has no transactions on a single server: documents are added above the number that `meta_info`
-counts, which no reader looks at, and counting them is the one step that completes the import. What a killed import left
-above that number is removed by the next.
+SQLite keeps one transaction open for the whole file; new pages are not journaled, so that costs neither memory nor
+time. MongoDB has no transactions on a single server: documents are added above the count in `meta_info`, which readers
+ignore, and updating the count completes the import. The next import removes documents of a killed one above the count.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.data.stores.backend import (
     CollectionFacts,
     ImportRecord,
 )
-from megatron.data.stores.mongodb import MongoCollections, explained
+from megatron.data.stores.mongodb import MongoCollections, translated_errors
 from megatron.data.stores.record_store import PAIR_COLUMNS
 from megatron.data.stores.sqlite import BUSY_SECONDS, quoted_name, sqlite_error
 from megatron.errors import ConfigError, DataError
@@ -45,27 +44,27 @@ class StoreWriter(Protocol):
     """Adds to one collection of a store, one file at a time."""
 
     def records(self) -> list[ImportRecord]:
-        """The imports into the collection that were completed."""
+        """Returns the completed imports into the collection."""
         ...
 
     def begin(self) -> int:
-        """Keeps other imports out, removes what a killed one left, and returns the first idx to be given."""
+        """Locks out other imports, removes documents of a killed one, and returns the next idx."""
         ...
 
     def append(self, texts: Sequence[str], others: Sequence[str] | None) -> None:
-        """Adds documents after those that are there.
+        """Appends documents.
 
         Args:
-            others: of each document the text before it was filtered, if that is kept; of a pair the answer.
+            others: the unfiltered texts, if kept; for pairs, the answers.
         """
         ...
 
     def commit(self, record: ImportRecord) -> None:
-        """Makes what was added since `begin` part of the collection."""
+        """Makes the documents added since `begin` part of the collection."""
         ...
 
     def abort(self) -> None:
-        """Removes what was added since `begin`."""
+        """Removes the documents added since `begin`."""
         ...
 
     def close(self) -> None: ...
@@ -74,14 +73,14 @@ class StoreWriter(Protocol):
 def open_writer(
     address: StoreAddress, collection: str, takes_over: bool = False, holds_pairs: bool = False
 ) -> StoreWriter:
-    """A writer for a collection, which need not exist; nor need the SQLite file.
+    """Returns a writer for a collection; collection and SQLite file are created if necessary.
 
     Args:
-        takes_over: continue although another machine's import seems to be running.
+        takes_over: continue although an import of another machine seems to be running.
         holds_pairs: the collection's documents are questions with answers.
 
     Raises:
-        ConfigError: the collection's name cannot be used.
+        ConfigError: invalid name of a collection.
         DataError: a table of this name is not a collection of documents.
         StorageError: the database cannot be reached or written.
     """
@@ -93,14 +92,14 @@ def open_writer(
         or "\0" in collection
     ):
         raise ConfigError(
-            f"--collection {collection!r} cannot be the name of a collection: {', '.join(RESERVED_COLLECTIONS)} and "
-            "what begins with sqlite_ or system. are taken, and $ is not allowed. Choose another."
+            f"--collection {collection!r} is not a valid name: {', '.join(RESERVED_COLLECTIONS)}, sqlite_* and "
+            "system.* are reserved, and $ is not allowed. Use another name."
         )
     address.check_password()
     columns = PAIR_COLUMNS if holds_pairs else (FILTERED_COLUMN, ORIGINAL_COLUMN)
     if address.kind == "sqlite":
-        return _SqliteWriter(address.place, collection, columns)
-    return _MongoWriter(MongoCollections(address.place, address.database), collection, columns, takes_over)
+        return _SqliteWriter(address.target, collection, columns)
+    return _MongoWriter(MongoCollections(address.target, address.database), collection, columns, takes_over)
 
 
 class _SqliteWriter:
@@ -111,14 +110,14 @@ class _SqliteWriter:
         self._next = 0
         folder = Path(path).absolute().parent
         if not folder.is_dir():
-            raise ConfigError(f"{path}: there is no folder {folder} for the SQLite file. Make it, or correct the path.")
-        with self._explained():
+            raise ConfigError(f"{path}: the folder {folder} does not exist. Create it, or correct the path.")
+        with self._translated_errors():
             address = f"file:{quote(os.path.abspath(path))}?mode=rwc"
             self._connection = sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
             self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
     def records(self) -> list[ImportRecord]:
-        with self._explained():
+        with self._translated_errors():
             if not self._has_table(IMPORT_COLLECTION):
                 return []
             names = ", ".join(field.name for field in fields(ImportRecord))
@@ -129,7 +128,7 @@ class _SqliteWriter:
 
     def begin(self) -> int:
         table = quoted_name(self._collection)
-        with self._explained():
+        with self._translated_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 for statement in _SCHEMA:
@@ -152,7 +151,7 @@ class _SqliteWriter:
     def append(self, texts: Sequence[str], others: Sequence[str] | None) -> None:
         seconds: Sequence[str | None] = others if others is not None else [None] * len(texts)
         rows = zip(range(self._next, self._next + len(texts)), texts, seconds, strict=True)
-        with self._explained():
+        with self._translated_errors():
             self._connection.executemany(
                 f"INSERT INTO {quoted_name(self._collection)} (idx, {', '.join(self._columns)}) VALUES (?, ?, ?)",
                 rows,
@@ -160,7 +159,7 @@ class _SqliteWriter:
         self._next += len(texts)
 
     def commit(self, record: ImportRecord) -> None:
-        with self._explained():
+        with self._translated_errors():
             marks = ", ".join("?" for _ in fields(ImportRecord))
             self._connection.execute(f"INSERT INTO {IMPORT_COLLECTION} VALUES ({marks})", astuple(record))
             self._connection.execute(
@@ -190,25 +189,25 @@ class _SqliteWriter:
         return tables.fetchone() is not None
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.IntegrityError as failure:
             raise DataError(
-                f"{self._path}: collection {self._collection!r} holds an idx twice ({failure}), so nothing can be "
-                "added. tools/corpus/corpus_store.py stat lists the numbers; import into a new collection."
+                f"{self._path}: collection {self._collection!r} has a duplicate idx ({failure}), so nothing can be "
+                "added. tools/corpus/corpus_store.py stat lists the duplicates; import into a new collection."
             ) from failure
         except (sqlite3.DataError, OverflowError) as failure:
             raise DataError(
                 f"{self._path}: a document after idx {self._next - 1} of collection {self._collection!r} is longer "
-                f"than SQLite holds ({failure}). Divide it, or leave it out."
+                f"than SQLite allows ({failure}). Split or remove it."
             ) from failure
         except sqlite3.Error as failure:
             raise sqlite_error(self._path, failure) from failure
 
 
 class _MongoWriter:
-    """Holds the collection through a field of its entry in `meta_info` that names machine and process."""
+    """Locks the collection by a field of its entry in `meta_info` with machine and process."""
 
     def __init__(self, backend: MongoCollections, collection: str, columns: tuple[str, str], takes_over: bool) -> None:
         self._backend = backend
@@ -227,13 +226,13 @@ class _MongoWriter:
         facts = self._backend.facts(name)
         _check_facts(self._backend.shown, name, facts, self._columns)
         size = 0 if facts.last_idx is None else facts.last_idx + 1
-        with explained(self._backend.shown):
+        with translated_errors(self._backend.shown):
             database[name].create_index("idx", unique=True)
             database[META_COLLECTION].create_index("collection_name", unique=True)
             database[META_COLLECTION].update_one(
                 {"collection_name": name}, {"$setOnInsert": {"num_docs": size}}, upsert=True
             )
-            self._hold()
+            self._lock()
             try:
                 counted = int(database[META_COLLECTION].find_one({"collection_name": name})["num_docs"])
                 database[name].delete_many({"idx": {"$gte": counted}})
@@ -241,7 +240,7 @@ class _MongoWriter:
                 database[IMPORT_COLLECTION].delete_many(gone)
                 self._first = self._next = _agreed(self._backend.shown, name, counted, min(size, counted))
             except BaseException:
-                self._let_go()
+                self._unlock()
                 raise
         return self._first
 
@@ -253,13 +252,13 @@ class _MongoWriter:
             for idx, (text, other) in enumerate(zip(texts, seconds, strict=True), self._next)
         ]
         if documents:
-            with explained(self._backend.shown):
+            with translated_errors(self._backend.shown):
                 self._backend.database[self._collection].insert_many(documents)
         self._next += len(texts)
 
     def commit(self, record: ImportRecord) -> None:
         database = self._backend.database
-        with explained(self._backend.shown):
+        with translated_errors(self._backend.shown):
             database[IMPORT_COLLECTION].insert_one(asdict(record))
             done = database[META_COLLECTION].update_one(
                 {"collection_name": self._collection, _IMPORTER: self._mine, "num_docs": self._first},
@@ -274,15 +273,15 @@ class _MongoWriter:
 
     def abort(self) -> None:
         if self._holds:
-            with explained(self._backend.shown):
+            with translated_errors(self._backend.shown):
                 self._backend.database[self._collection].delete_many({"idx": {"$gte": self._first}})
-                self._let_go()
+                self._unlock()
 
     def close(self) -> None:
         self._backend.close()
 
-    def _hold(self) -> None:
-        """Writes this process into the collection's entry, where there is none, or one that is gone."""
+    def _lock(self) -> None:
+        """Locks the collection for this process, unless another live process holds the lock."""
         entries = self._backend.database[META_COLLECTION]
         holder = entries.find_one({"collection_name": self._collection}).get(_IMPORTER)
         if holder is not None and not self._takes_over:
@@ -290,7 +289,7 @@ class _MongoWriter:
             if not is_gone:
                 raise ConfigError(
                     f"{self._backend.shown}: process {holder.get('process')} of machine {holder.get('machine')} is "
-                    f"importing into collection {self._collection!r}. Wait until it is done; if it was killed, give "
+                    f"importing into collection {self._collection!r}. Wait until it is done; if it was killed, use "
                     "--take-over."
                 )
         done = entries.update_one(
@@ -298,35 +297,34 @@ class _MongoWriter:
         )
         if done.matched_count != 1:
             raise ConfigError(
-                f"{self._backend.shown}: another process began to import into collection {self._collection!r} at this "
-                "moment. Wait until it is done."
+                f"{self._backend.shown}: another process just started to import into collection {self._collection!r}. "
+                "Wait until it is done."
             )
         self._holds = True
 
-    def _let_go(self) -> None:
+    def _unlock(self) -> None:
         self._backend.database[META_COLLECTION].update_one(
             {"collection_name": self._collection, _IMPORTER: self._mine}, {"$unset": {_IMPORTER: ""}}
         )
         self._holds = False
 
 
-def _check_facts(shown: str, name: str, facts: CollectionFacts, wanted: tuple[str, str]) -> None:
+def _check_facts(shown: str, name: str, facts: CollectionFacts, required: tuple[str, str]) -> None:
     if facts.columns:
-        _check_columns(shown, name, {*facts.columns, ORIGINAL_COLUMN}, wanted)
+        _check_columns(shown, name, {*facts.columns, ORIGINAL_COLUMN}, required)
 
 
-def _check_columns(shown: str, name: str, columns: set[str], wanted: tuple[str, str]) -> None:
-    missing = [column for column in ("idx", *sorted(wanted, reverse=True)) if column not in columns]
+def _check_columns(shown: str, name: str, columns: set[str], required: tuple[str, str]) -> None:
+    missing = [column for column in ("idx", *sorted(required, reverse=True)) if column not in columns]
     if missing:
         raise DataError(
-            f"{shown}: {name!r} is not a collection of a document store: it lacks {', '.join(map(repr, missing))}. "
-            f"Choose "
+            f"{shown}: {name!r} is not a collection of a document store: it lacks {', '.join(map(repr, missing))}. Use "
             "another --collection."
         )
 
 
 def _agreed(shown: str, name: str, counted: int, size: int) -> int:
-    """The first free idx, if `meta_info` and the documents agree."""
+    """Returns the next idx, if `meta_info` and the documents agree."""
     if counted != size:
         raise DataError(
             f"{shown}: meta_info counts {counted} documents in collection {name!r}, but its last idx is {size - 1}. "

@@ -1,4 +1,4 @@
-"""Learning vocabularies from texts, one kind per file, and measuring how well a tokenizer encodes texts.
+"""Training of vocabularies, one kind per file, and evaluation of tokenizers.
 
-Using a vocabulary belongs to `tokenizers`.
+Encoding belongs to `megatron/tokenizers`.
 """

@@ -1,4 +1,4 @@
-"""Learning vocabularies: the texts they are learned from, their special tokens, their files, and byte-level BPE.
+"""Training of vocabularies: input texts, special tokens, output files, and byte-level BPE.
 
 Source: the files of BPE are GPT-2's (`encoder.json`, `vocab.bpe`) under their Hugging Face names: `vocab.json`
 maps a token, written in printable stand-ins for bytes, to its id; `merges.txt` holds a version line and then one merge
@@ -45,15 +45,15 @@ def texts_of(
     progress: ProgressLine | None = None,
     separator: str | None = None,
 ) -> Iterator[str]:
-    """Texts of the inputs that preprocessing reads, every n-th if only a share is wanted.
+    """Yields the texts of inputs, as read by preprocessing, or a share of them.
 
     Args:
-        share: part of the texts that is wanted, in (0, 1].
-        separator: what ends a document in plain text.
+        share: share of the texts, in (0, 1], evenly spaced.
+        separator: ends a document in plain text.
 
     Raises:
         ConfigError: an input is missing.
-        DataError: a bad line, unless they are skipped.
+        DataError: a bad line, unless skipped.
     """
     inputs = expand_inputs(inputs, separator)
     check_inputs(inputs, keys)
@@ -75,7 +75,7 @@ def texts_of(
 
 
 def drawn_texts(texts: Iterable[str], count: int, seed: int) -> list[str]:
-    """At most `count` of the texts, each as likely as any other, in their order; holds no more than these in memory.
+    """Returns at most `count` of the texts, uniformly sampled, in order; only these are held in memory.
 
     Source: Vitter, Random Sampling with a Reservoir (1985), algorithm R.
     """
@@ -85,21 +85,21 @@ def drawn_texts(texts: Iterable[str], count: int, seed: int) -> list[str]:
         if len(kept) < count:
             kept.append((number, text))
             continue
-        place = numbers.randrange(number + 1)
-        if place < count:
-            kept[place] = (number, text)
+        slot = numbers.randrange(number + 1)
+        if slot < count:
+            kept[slot] = (number, text)
     return [text for _, text in sorted(kept)]
 
 
 def special_tokens(names: Sequence[str], unused: int | None) -> tuple[str, ...]:
-    """The special tokens that the flags ask for, in the order of their ids.
+    """Returns the special tokens set by the flags, in the order of their ids.
 
     Args:
-        names: tokens, or the one word `dsgpt2`.
-        unused: how many tokens `<unused0>`, `<unused1>`, ... follow; with `dsgpt2` 100 unless it is given.
+        names: tokens, or just `dsgpt2`.
+        unused: number of tokens `<unused0>`, `<unused1>`, ... to add; 100 by default with `dsgpt2`.
 
     Raises:
-        ConfigError: a token is named twice, or a text could hold it as an ordinary word.
+        ConfigError: a token is listed twice, or could be an ordinary word.
     """
     if tuple(names) == (DSGPT2,):
         names, unused = _DSGPT2_TOKENS, _DSGPT2_UNUSED if unused is None else unused
@@ -107,11 +107,11 @@ def special_tokens(names: Sequence[str], unused: int | None) -> tuple[str, ...]:
     problems = []
     for token in dict.fromkeys(tokens):
         if tokens.count(token) > 1:
-            problems.append(f"--special-tokens names {token!r} twice; every token has one id.")
+            problems.append(f"--special-tokens lists {token!r} twice; every token has one id.")
         elif _is_one_word(token):
             problems.append(
-                f"--special-tokens {token!r} could be learned as an ordinary word of the text. Write it as marks and "
-                f"letters without spaces, like <name> or [NAME]."
+                f"--special-tokens {token!r} could be learned as an ordinary word of the text. Use marks and letters "
+                "without spaces, like <name> or [NAME]."
             )
     if problems:
         raise ConfigError(problems)
@@ -125,16 +125,16 @@ def train_byte_level(
     special: Sequence[str] = (),
     show_progress: bool = False,
 ) -> tuple[dict[str, int], list[list[str]]]:
-    """Learns a vocabulary: special tokens, the 256 bytes, the merges, and the end-of-document token as the last entry.
+    """Trains a vocabulary: special tokens, the 256 bytes, the merges, and the end-of-document token as the last entry.
 
-    `<|endoftext|>` is left out where the special tokens have `</s>` or it already.
+    `<|endoftext|>` is omitted if the special tokens contain it or `</s>`.
 
     Args:
-        vocab_size: entries in all; fewer come out when the text has no more pairs to merge.
+        vocab_size: total entries; fewer if the text has no more pairs to merge.
 
     Raises:
-        ConfigError: the size does not hold the bytes, the special tokens and the end-of-document token.
-        DataError: there is no text.
+        ConfigError: the size is too small for the bytes, the special tokens and the end-of-document token.
+        DataError: no text.
     """
     added = [] if {"</s>", GPT2_END_OF_DOCUMENT} & set(special) else [GPT2_END_OF_DOCUMENT]
     fixed = _BYTES + len(special) + len(added)
@@ -148,16 +148,14 @@ def train_byte_level(
     vocabulary: dict[str, int] = dict(sorted(model["vocab"].items(), key=lambda entry: entry[1]))
     merges = [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in model["merges"]]
     if not merges and vocab_size > fixed:
-        raise DataError(
-            "The input holds no pair of characters that occurs often enough to be merged; give it more text (--input)."
-        )
+        raise DataError("The input has no pair of characters frequent enough to merge; use more text (--input).")
     for token in added:
         vocabulary[token] = len(vocabulary)
     return vocabulary, merges
 
 
 def byte_level_files(vocabulary: dict[str, int], merges: list[list[str]], special: Sequence[str]) -> dict[str, bytes]:
-    """GPT-2's two files and a tokenizer.json of the same vocabulary, whose special tokens are found inside texts."""
+    """Returns GPT-2's two files and an equivalent tokenizer.json, which matches special tokens inside texts."""
     reference = byte_level_bpe(vocabulary, [(left, right) for left, right in merges])
     marked = [*special, *(token for token in (GPT2_END_OF_DOCUMENT,) if token in vocabulary and token not in special)]
     reference.add_special_tokens(marked)
@@ -169,11 +167,11 @@ def byte_level_files(vocabulary: dict[str, int], merges: list[list[str]], specia
     }
 
 
-def check_vocabulary_place(prefix: str, model_type: str) -> None:
+def check_vocabulary_writable(prefix: str, model_type: str) -> None:
     """Checks before the training that its result can be written.
 
     Raises:
-        StorageError: it cannot.
+        StorageError: it cannot be written.
     """
     for suffix in FILES[model_type]:
         check_writable(Path(prefix + suffix))
@@ -183,7 +181,7 @@ def save_vocabulary(prefix: str, files: Mapping[str, bytes]) -> list[Path]:
     """Writes the files of a vocabulary, named by the prefix and their suffix: all of them, or none.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: writing failed.
     """
     paths = [Path(prefix + suffix) for suffix in files]
     temporaries: list[Path] = []
@@ -204,7 +202,7 @@ def save_byte_level_vocabulary(prefix: str, vocabulary: dict[str, int], merges: 
     """Writes `<prefix>-vocab.json` and `<prefix>-merges.txt` only.
 
     Raises:
-        StorageError: the file system refused.
+        StorageError: writing failed.
     """
     files = byte_level_files(vocabulary, merges, ())
     vocab_path, merges_path = save_vocabulary(prefix, {suffix: files[suffix] for suffix in FILES["bpe"][:2]})
@@ -231,7 +229,7 @@ def _trained(
 
 
 def _is_one_word(token: str) -> bool:
-    """Whether byte-level BPE could merge the token out of a text: its split rule leaves it whole."""
+    """Returns True if byte-level BPE could merge the token in a text, because its split rule keeps it whole."""
     from tokenizers import pre_tokenizers
 
     return token.split() != [token] or len(pre_tokenizers.ByteLevel(False).pre_tokenize_str(token)) < 2

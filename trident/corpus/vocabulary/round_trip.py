@@ -1,4 +1,4 @@
-"""How well a tokenizer encodes texts: whether they come back, in how many tokens, and how fast."""
+"""Evaluation of a tokenizer: round trips, tokens per word, and speed."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SHOWN_LETTERS = 30
 
 @dataclass(frozen=True)
 class RoundTripDifference:
-    """A text that did not come back.
+    """A text that changed in a round trip.
 
     Args:
-        document: its number, from 0.
-        place: the first character that differs.
+        document: its index.
+        position: of the first character that differs.
         was, became: some characters from there on.
     """
 
     document: int
-    place: int
+    position: int
     was: str
     became: str
 
@@ -37,7 +37,7 @@ class RoundTrip:
     """Counts over all texts; `seconds` is the time of encoding alone.
 
     Args:
-        inexact: texts that did not come back character by character.
+        inexact: texts that changed.
         differences: the first few of them.
     """
 
@@ -51,7 +51,7 @@ class RoundTrip:
     differences: list[RoundTripDifference] = field(default_factory=list)
 
     def report(self) -> list[str]:
-        """The counts as lines of text."""
+        """Returns the counts as lines of text."""
         seconds = max(self.seconds, 1e-9)
         return [
             f"{self.documents:,} documents, {self.text_bytes:,} bytes, {self.words:,} words, {self.tokens:,} tokens",
@@ -64,7 +64,7 @@ class RoundTrip:
 
 
 def round_trip(tokenizer: Tokenizer, texts: Iterable[str]) -> RoundTrip:
-    """Encodes and decodes texts; what the tokenizer adds around a text is taken off before it is decoded."""
+    """Encodes and decodes texts; the ids that the tokenizer adds around a text are removed before decoding."""
     outcome = RoundTrip()
     remaining = iter(texts)
     while batch := list(islice(remaining, _BATCH)):
@@ -100,6 +100,6 @@ def _rows(ids: np.ndarray, lengths: np.ndarray) -> Iterator[list[int]]:
 
 def _difference(document: int, text: str, became: str) -> RoundTripDifference:
     pairs = enumerate(zip(text, became, strict=False))
-    place = next((place for place, (was, now) in pairs if was != now), min(len(text), len(became)))
-    end = place + _SHOWN_LETTERS
-    return RoundTripDifference(document, place, text[place:end], became[place:end])
+    position = next((index for index, (was, now) in pairs if was != now), min(len(text), len(became)))
+    end = position + _SHOWN_LETTERS
+    return RoundTripDifference(document, position, text[position:end], became[position:end])

@@ -1,12 +1,11 @@
-"""Learning a Unigram vocabulary with `sentencepiece`, and writing it as its `.model` and as a `tokenizer.json`.
+"""Training of Unigram vocabularies with `sentencepiece`, written as `.model` and as `tokenizer.json`.
 
-SentencePiece's own trainer is used because it gives the same vocabulary for the same text every time; the one of
-`tokenizers` does not. Texts are not changed before they are cut (no case folding, no joining of spaces, no space put
-before them), and what the pieces cannot represent is written byte by byte, so there are no unknown tokens. The one
-character that does not come back is U+2581, which stands for a space.
+SentencePiece's trainer is reproducible; the one of `tokenizers` is not. Texts are not normalized (no case folding, no
+joining of spaces, no prefix space), and characters without a piece fall back to bytes, so there are no unknown tokens.
+Only U+2581, which stands for a space, does not survive a round trip.
 
-The two files cut nearly all texts alike, but choose differently between cuts that are equally good: a corpus and the
-runs on it must use the same one.
+The two files tokenize nearly all texts alike, but break ties differently: a corpus and the runs on it must use the same
+one.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from typing import Any
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.sentencepiece_model import SPACE, SentencePieceModel, is_ordinary, read_model
 
-_LONGEST_LINE = 4000  # characters; the trainer keeps whole lines in memory and leaves out those it finds too long
+_LONGEST_LINE = 4000  # characters; the trainer keeps whole lines in memory and skips longer ones
 _LINE_BYTES = 4 * _LONGEST_LINE + 16
-_THREADS = 8  # always: the sums of its steps, and so the pieces, depend on their number
+_THREADS = 8  # fixed: rounding, and so the result, depends on their number
 _KNOWN = ("<unk>", "<s>", "</s>", "<pad>")
 _LETTERS_OF_BYTES = "<0x123456789ABCDEF>"  # a text that looks like a byte piece must have another way to be written
 _LAST_CHOICE = -1e6
 
 
 def train_unigram(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> dict[str, bytes]:
-    """Learns a vocabulary: special tokens, 256 bytes, pieces from the most to the least likely.
+    """Trains a vocabulary: special tokens, 256 bytes, pieces from the most to the least likely.
 
     Args:
-        vocab_size: entries in all; fewer come out when the text has no more pieces.
-        special: tokens with the ids from 0 on; `<unk>`, `<s>` and `</s>` follow where they are not among them.
+        vocab_size: total entries; fewer if the text has no more pieces.
+        special: tokens with the ids from 0 on; `<unk>`, `<s>` and `</s>` follow if missing.
 
     Returns:
         The contents of its files by suffix.
 
     Raises:
-        ConfigError: the package is missing, or the size does not hold the characters of the text.
-        DataError: there is no text.
+        ConfigError: the package is missing, or the size is too small for the characters of the text.
+        DataError: no text.
     """
     try:
         from sentencepiece import SentencePieceTrainer
     except ImportError as failure:
         raise ConfigError(
-            "--model-type unigram needs the sentencepiece package (pip install sentencepiece); bpe and wordpiece do "
-            "without."
+            "--model-type unigram requires the sentencepiece package (pip install sentencepiece); bpe and wordpiece do "
+            "not."
         ) from failure
     tokens = [*special, *(token for token in ("<unk>", "<s>", "</s>") if token not in special)]
     ids = {token: tokens.index(token) if token in tokens else -1 for token in _KNOWN}
@@ -77,17 +76,17 @@ def train_unigram(texts: Iterable[str], vocab_size: int, special: Sequence[str] 
         )
     except RuntimeError as failure:
         if not lines.count:
-            raise DataError("The input holds no text to learn from; give it more (--input).") from failure
+            raise DataError("The input has no text to learn from; use more text (--input).") from failure
         raise ConfigError(
             f"--vocab-size {vocab_size} with {len(tokens)} special tokens does not work for this text: "
-            f"{str(failure).strip().splitlines()[-1][:200]} Choose another size, or give more text."
+            f"{str(failure).strip().splitlines()[-1][:200]} Use another size, or more text."
         ) from failure
     model = read_model(written.getvalue())
     return {".model": written.getvalue(), "-tokenizer.json": _tokenizer_json(model, tokens).encode()}
 
 
 class _Lines:
-    """Lines of texts, none too long, without NUL, which the trainer does not take."""
+    """Lines of texts, split to the maximum length, without NUL, which the trainer rejects."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.count = 0
@@ -97,14 +96,14 @@ class _Lines:
         for text in self._texts:
             for line in text.replace("\0", "").split("\n"):
                 for start in range(0, len(line), _LONGEST_LINE):
-                    piece = line[start : start + _LONGEST_LINE]
-                    if not piece.isspace():
+                    part = line[start : start + _LONGEST_LINE]
+                    if not part.isspace():
                         self.count += 1
-                        yield piece
+                        yield part
 
 
 def _tokenizer_json(model: SentencePieceModel, special: Sequence[str]) -> str:
-    """The model for the `tokenizers` library, where special tokens are found inside texts."""
+    """Returns the model for the `tokenizers` library, which matches special tokens inside texts."""
     vocabulary = [[piece.text, piece.score if is_ordinary(piece) else _LAST_CHOICE] for piece in model.pieces]
     numbers = {piece.text: number for number, piece in enumerate(model.pieces)}
     plain: dict[str, Any] = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}

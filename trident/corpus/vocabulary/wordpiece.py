@@ -1,4 +1,4 @@
-"""Learning a WordPiece vocabulary with BERT's rules for words, and writing it as `vocab.txt` and `tokenizer.json`.
+"""Training of WordPiece vocabularies with BERT's rules for words, written as `vocab.txt` and `tokenizer.json`.
 
 Pieces are merged by frequency, as in byte-pair encoding; BERT's own trainer was never published.
 """
@@ -24,22 +24,21 @@ def train_wordpiece(
     lower_case: bool = False,
     show_progress: bool = False,
 ) -> dict[str, bytes]:
-    """Learns a vocabulary: special tokens, characters, characters inside words, then pieces in the order in which they
-    were found.
+    """Trains a vocabulary: special tokens, characters, characters inside words, then pieces in order of discovery.
 
-    The texts are read twice, first for their characters: the order of these would otherwise be random.
+    The texts are read twice, first for their characters, whose order would otherwise be random.
 
     Args:
-        vocab_size: entries in all; fewer come out when the text has no more pieces.
-        special: tokens with the ids from 0 on; BERT's five follow where they are not among them.
-        lower_case: learns words in lower case and without accents.
+        vocab_size: total entries; fewer if the text has no more pieces.
+        special: tokens with the ids from 0 on; BERT's five follow if missing.
+        lower_case: convert words to lower case without accents.
 
     Returns:
         The contents of its files by suffix.
 
     Raises:
-        ConfigError: the size does not hold the special tokens and the characters of the text.
-        DataError: there is no text.
+        ConfigError: the size is too small for the special tokens and the characters of the text.
+        DataError: no text.
     """
     require_tokenizers()
     from tokenizers import Tokenizer, models, trainers
@@ -56,7 +55,7 @@ def train_wordpiece(
 
     words = trained(models.WordLevel(), trainers.WordLevelTrainer(vocab_size=_ALL_WORDS, show_progress=show_progress))
     if not words:
-        raise DataError("The input holds no text to learn from; give it more (--input).")
+        raise DataError("The input has no text to learn from; use more text (--input).")
     inside = sorted({CONTINUATION + letter for word in words for letter in word[1:]})
     first = sorted({letter for word in words for letter in word})
     if len(tokens) + len(first) + len(inside) > vocab_size:
@@ -77,7 +76,7 @@ def train_wordpiece(
 
 
 def _tokenizer_json(names: Sequence[str], special: Sequence[str], lower_case: bool) -> dict[str, bytes]:
-    """The same ids for the `tokenizers` library, with upstream's two tokens appended, and special tokens found."""
+    """Returns the equivalent tokenizer.json, with upstream's two tokens, which matches special tokens inside texts."""
     everything = [*names, *(token for token in ADDED_TOKENS if token not in names)]
     tokenizer = wordpiece({name: number for number, name in enumerate(everything)}, lower_case)
     tokenizer.add_special_tokens([*special, *(token for token in ADDED_TOKENS if token not in special)])

@@ -1,7 +1,7 @@
-"""Reading and writing the pipes between the program and its workers; waiting reports who does not answer.
+"""Reads and writes the pipes between the program and its workers; long waits are reported.
 
-A worker may be busy with a very long document, starved by the machine, or stopped in a debugger. None of that is an
-error, but the user should not have to guess why nothing moves.
+A worker may be busy with a very long document, starved by the machine, or stopped in a debugger. That is not an error,
+but the user should learn the reason.
 """
 
 from __future__ import annotations
@@ -23,33 +23,32 @@ Ready = TypeVar("Ready")
 
 
 def wait_for(wait: Callable[[float], Ready], workers: Sequence[tuple[str, int | None]]) -> Ready:
-    """Waits as long as it takes; warns after a minute of silence, then at doubling intervals, which worker has not
-    answered.
+    """Waits without limit; logs the unresponsive workers after a minute, then at doubling intervals.
 
     Args:
-        wait: waits for a number of seconds; returns something false while nothing is ready.
-        workers: titles and process ids of those that should answer.
+        wait: waits for a number of seconds; returns a false value while nothing is ready.
+        workers: titles and process ids of the workers that should respond.
     """
     seconds = silence = PATIENCE_SECONDS
     while not (ready := wait(seconds)):
         for title, process_id in workers:
-            log.warning(f"{title} has not answered for {silence:g} seconds. {_likely_cause(process_id)}")
+            log.warning(f"{title} has not responded for {silence:g} seconds. {_likely_cause(process_id)}")
         seconds, silence = silence, 2 * silence
     return ready
 
 
 def can_write(pipe: Connection, seconds: float) -> bool:
-    """Whether a pipe takes a short message (or has lost its reader) within a number of seconds."""
+    """Returns True if a pipe accepts a short message (or has lost its reader) within a number of seconds."""
     poll = select.poll()
     poll.register(pipe.fileno(), select.POLLOUT)
     return bool(poll.poll(seconds * 1000))
 
 
 def write_to_pipe(pipe: Connection, data: Any, wait: Callable[[], Any] | None = None) -> None:
-    """Writes bytes without a frame around them: the message before said how many there are.
+    """Writes bytes without a frame: the previous message contains their number.
 
     Args:
-        wait: called whenever the pipe is full; without it the system waits.
+        wait: called whenever the pipe is full; without it, writes block.
     """
 
     def write(rest: memoryview, done: int) -> int:
@@ -72,10 +71,10 @@ def read_from_pipe(pipe: Connection, size: int, wait: Callable[[], Any] | None =
     """Reads exactly `size` bytes.
 
     Args:
-        wait: called before each read; without it the system waits.
+        wait: called before each read; without it, reads block.
 
     Raises:
-        EOFError: the other side went away.
+        EOFError: the other side closed the pipe.
     """
 
     def read(rest: memoryview, done: int) -> int:
@@ -92,15 +91,14 @@ def read_from_pipe(pipe: Connection, size: int, wait: Callable[[], Any] | None =
 def _likely_cause(process_id: int | None) -> str:
     if _state_of(process_id) in ("T", "t"):
         return (
-            f"It is stopped, by a signal or a debugger: `kill -CONT {process_id}` lets it continue, and nothing is "
-            f"lost; "
-            f"`kill {process_id}` ends the run."
+            f"It is stopped by a signal or a debugger: `kill -CONT {process_id}` continues it without loss, "
+            f"`kill {process_id}` terminates the run."
         )
-    return "It may have a very long document, or the machine too little memory. The run continues when it answers."
+    return "It may be busy with a long document, or the machine is short of memory. The run continues once it responds."
 
 
 def _state_of(process_id: int | None) -> str:
-    """The letter that Linux gives to the state of a process; empty if unknown."""
+    """Returns Linux's letter for the state of a process; empty if unknown."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

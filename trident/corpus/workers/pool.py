@@ -1,9 +1,9 @@
 """The pool of worker processes for all work on blocks; results come in the order of the blocks.
 
-Over one pair of pipes per worker, blocks go out and results come back: a line of JSON, then buffers without a frame.
-Work may leave part of a result in the worker (token ids, whose place in the file only the parent knows) and finish it
-later through a reply. At most two blocks wait at each worker and a bounded number of results wait for their turn, so
-memory stays flat however uneven the blocks are. A worker that dies is noticed at once.
+Each worker has a pair of pipes for blocks and results: a line of JSON, then buffers without a frame. Work may keep part
+of a result in the worker (token ids, whose offset in the file only the parent knows) and finish it after a reply. At
+most two blocks are queued per worker and a bounded number of results in total, so memory stays flat however uneven the
+blocks are. The exit of a worker is detected at once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron.errors import MegatronError
 from trident.corpus.inputs.block import InputBlock, as_block_data
 from trident.corpus.workers.pipes import can_write, read_from_pipe, wait_for, write_to_pipe
 from trident.corpus.workers.processes import (
-    death_of,
     enter_worker,
+    exit_error,
     failure_message,
     raise_failure,
     start_method,
@@ -49,11 +49,11 @@ _PIPE_BYTES = 1 << 20
 
 
 class Message(NamedTuple):
-    """A result as it crosses a pipe.
+    """A result in the format of the pipes.
 
     Args:
-        facts: what JSON can carry.
-        buffers: bytes-like objects, sent as they are.
+        facts: JSON-serialisable values.
+        buffers: bytes-like objects, sent unchanged.
     """
 
     facts: dict[str, Any]
@@ -61,11 +61,11 @@ class Message(NamedTuple):
 
 
 class BlockWork(ABC, Generic[Result]):
-    """What is done with every block; forked workers inherit it, spawned ones rebuild it.
+    """The work on every block; forked workers inherit it, spawned ones rebuild it.
 
     Attributes:
-        title: names a worker in messages, for example "preprocessing".
-        is_finished_by_reply: whether the worker keeps each result until the parent replies to it.
+        title: name of a worker in messages, for example "preprocessing".
+        is_finished_by_reply: the worker keeps each result until the parent's reply.
     """
 
     title = ""
@@ -73,7 +73,7 @@ class BlockWork(ABC, Generic[Result]):
 
     @abstractmethod
     def recipe(self) -> tuple[Callable[..., BlockWork[Result]], tuple[Any, ...]]:
-        """A class or function, and its arguments, that make this work again in a spawned process."""
+        """Returns a class or function and its arguments, which rebuild this work in a spawned process."""
 
     @abstractmethod
     def run(self, block: InputBlock) -> Result:
@@ -81,21 +81,21 @@ class BlockWork(ABC, Generic[Result]):
 
     @abstractmethod
     def pack(self, result: Result) -> Message:
-        """In the worker: what the parent is sent of a result."""
+        """In the worker: returns the message for a result."""
 
     @abstractmethod
     def unpack(self, facts: dict[str, Any], buffers: list[bytearray], reply: Callable[[Any], None]) -> Result:
-        """In the parent: the result that a message describes; `reply` takes a JSON-able value."""
+        """In the parent: returns the result of a message; `reply` takes a JSON-serialisable value."""
 
     def finish(self, result: Result, reply: Any) -> None:
-        """In the worker: finishes a result with what the parent replied."""
+        """In the worker: finishes a result with the parent's reply."""
 
 
 @contextmanager
 def run_blocks(
     work: BlockWork[Result], blocks: Iterable[InputBlock], workers: int
 ) -> Iterator[Iterator[tuple[InputBlock, Result]]]:
-    """Works on all blocks, in this process if `workers` is 1, and gives the results in the order of the blocks."""
+    """Works on all blocks, in this process if `workers` is 1, and yields the results in the order of the blocks."""
     if workers == 1:
         yield ((block, work.run(block)) for block in blocks)
         return
@@ -104,15 +104,18 @@ def run_blocks(
 
 
 def choose_workers(blocks: Iterator[InputBlock], maximum_workers: int) -> tuple[Iterator[InputBlock], int]:
-    """The same blocks, and how many workers to use for them: 1 for a single block, no more than there are cores."""
+    """Returns the same blocks and the number of workers: 1 for a single block, at most the number of cores."""
     first = list(islice(blocks, 2))
     return chain(first, blocks), min(maximum_workers, usable_cores()) if len(first) > 1 else 1
 
 
 @dataclass
 class _Worker:
-    """One process, the pipe ends on this side, the numbers of the blocks it has, and how many of its results have been
-    replied to but are not finished yet.
+    """One process with this side's pipe ends.
+
+    Args:
+        blocks: numbers of its blocks.
+        unfinished: results with a reply that are not finished yet.
     """
 
     title: str
@@ -126,13 +129,13 @@ class _Worker:
     def identity(self) -> tuple[str, int | None]:
         return f"{self.title} (pid {self.process.pid})", self.process.pid
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Sends a short message."""
         self.wait_to_write()
         self.outgoing.send_bytes(json.dumps(message).encode())
 
     def wait_to_write(self) -> None:
-        """Waits until the worker empties its pipe."""
+        """Waits until the pipe has room."""
         wait_for(partial(can_write, self.outgoing), [self.identity])
 
     def wait_to_read(self) -> None:
@@ -143,12 +146,11 @@ class _Worker:
 class WorkerPool(Generic[Result]):
     """Processes that work on blocks, started one by one as blocks arrive; use as a context manager.
 
-    Where the system allows it they are forked and inherit what the work has loaded: a start takes milliseconds and its
-    memory is shared. A process with several threads is not forked.
+    If possible they are forked and inherit loaded data: a start takes milliseconds and memory is shared. A process with
+    several threads is not forked.
 
     Args:
-        maximum_workers: most processes.
-        method: "fork" or "spawn"; chosen by `start_method` if left out.
+        method: "fork" or "spawn"; by default the result of `start_method`.
     """
 
     def __init__(self, work: BlockWork[Result], maximum_workers: int, method: str | None = None) -> None:
@@ -167,17 +169,17 @@ class WorkerPool(Generic[Result]):
 
     @property
     def process_ids(self) -> list[int]:
-        """The process ids of the workers that were started."""
+        """The process ids of the started workers."""
         return [worker.process.pid for worker in self._workers if worker.process.pid is not None]
 
     def run(self, blocks: Iterable[InputBlock]) -> Iterator[tuple[InputBlock, Result]]:
-        """Results of the blocks, in their order.
+        """Yields the results of the blocks, in their order.
 
-        When the iterator ends, every result that was replied to is finished.
+        At the end of the iterator, every result with a reply is finished.
 
         Raises:
-            WorkerError: a worker died; the text names it.
-            MegatronError: what the work raised in a worker.
+            WorkerError: a worker exited.
+            MegatronError: an error of the work in a worker.
         """
         maximum_under_way = (_BLOCKS_PER_WORKER + 1) * self._maximum_workers
         source = iter(blocks)
@@ -205,7 +207,7 @@ class WorkerPool(Generic[Result]):
             self._receive({})
 
     def close(self) -> None:
-        """Ends the workers, by force if need be."""
+        """Stops the workers, by force if necessary."""
         for worker in self._workers:
             worker.outgoing.close()
         stop_processes(worker.process for worker in self._workers)
@@ -219,7 +221,7 @@ class WorkerPool(Generic[Result]):
         )
 
     def _least_busy(self) -> _Worker:
-        """The worker with the fewest blocks; a new one if all have some and there may be more."""
+        """Returns the worker with the fewest blocks; a new one if all have blocks and the pool is not full."""
         if len(self._workers) < self._maximum_workers and all(worker.blocks for worker in self._workers):
             self._start()
         return min(self._workers, key=lambda worker: len(worker.blocks))
@@ -254,28 +256,28 @@ class WorkerPool(Generic[Result]):
         header = {"source": block.source, "start": block.start, "size": block.size, "layout": block.layout}
         header["data_bytes"] = None if block.data is None else len(block.data)
         try:
-            worker.tell(header)
+            worker.send(header)
             if block.data is not None:
                 write_to_pipe(worker.outgoing, block.data, worker.wait_to_write)
         except OSError as failure:
-            raise self._death(worker) from failure
+            raise self._worker_exit_error(worker) from failure
         worker.blocks.append(number)
 
     def _receive(self, results: dict[int, Result]) -> None:
-        """Waits until a worker has a result or dies, and takes in what there is."""
+        """Waits until a worker has a result or exits, and receives all available results."""
         ends = [worker.incoming for worker in self._workers] + [worker.process.sentinel for worker in self._workers]
         busy = [worker.identity for worker in self._workers if worker.blocks or worker.unfinished]
         readable = wait_for(partial(wait, ends), busy)
         for worker in self._workers:
             try:
                 if worker.incoming in readable:
-                    self._take_in(worker, results)
+                    self._accept(worker, results)
                 elif worker.process.sentinel in readable:
-                    raise self._death(worker)
+                    raise self._worker_exit_error(worker)
             except (EOFError, ConnectionError) as failure:
-                raise self._death(worker) from failure
+                raise self._worker_exit_error(worker) from failure
 
-    def _take_in(self, worker: _Worker, results: dict[int, Result]) -> None:
+    def _accept(self, worker: _Worker, results: dict[int, Result]) -> None:
         header = json.loads(worker.incoming.recv_bytes())
         raise_failure(header)
         if "finished" in header:
@@ -285,26 +287,26 @@ class WorkerPool(Generic[Result]):
         results[worker.blocks.pop(0)] = self._work.unpack(header["facts"], buffers, partial(self._reply, worker))
 
     def _reply(self, worker: _Worker, reply: Any) -> None:
-        """Answers the worker's oldest result that was not replied to."""
+        """Replies to the worker's oldest result without a reply."""
         try:
-            worker.tell({"reply": reply})
+            worker.send({"reply": reply})
         except OSError as failure:
-            raise self._death(worker) from failure
+            raise self._worker_exit_error(worker) from failure
         worker.unfinished += 1
 
-    def _death(self, worker: _Worker) -> MegatronError:
-        try:  # what it reported before it ended
+    def _worker_exit_error(self, worker: _Worker) -> MegatronError:
+        try:  # its last report
             while worker.incoming.poll():
-                self._take_in(worker, {})
+                self._accept(worker, {})
         except MegatronError as failure:
             return failure
         except (EOFError, OSError):
             pass
-        return death_of(worker.identity[0], worker.process)
+        return exit_error(worker.identity[0], worker.process)
 
 
 class _Reply(NamedTuple):
-    """What the parent replied to the oldest result that waits in a worker."""
+    """The parent's reply to the oldest pending result of a worker."""
 
     value: Any
 
@@ -324,25 +326,25 @@ def _work_until_closed(
     threading.Thread(target=_take_tasks, args=(tasks, arrived), daemon=True).start()
     unfinished: deque[Result] = deque()
     try:
-        own = work if isinstance(work, BlockWork) else work[0](*work[1])
+        worker_work = work if isinstance(work, BlockWork) else work[0](*work[1])
         while (task := arrived.get()) is not None:
             if isinstance(task, InputBlock):
-                result = own.run(task)
-                _send_message(results, own.pack(result))
-                if own.is_finished_by_reply:
+                result = worker_work.run(task)
+                _send_message(results, worker_work.pack(result))
+                if worker_work.is_finished_by_reply:
                     unfinished.append(result)
                 del task, result
             else:
-                own.finish(unfinished.popleft(), task.value)
+                worker_work.finish(unfinished.popleft(), task.value)
                 results.send_bytes(b'{"finished": 1}')
     except MegatronError as failure:
-        _say(results, failure_message(failure))
+        _report(results, failure_message(failure))
     except (BrokenPipeError, ConnectionError):
         os._exit(1)
 
 
 def _take_tasks(tasks: Connection, arrived: _Tasks) -> None:
-    """Empties the pipe as fast as it fills, so that the parent never waits here while this process waits for it."""
+    """Empties the pipe as fast as it fills, so that parent and worker never wait for each other."""
     try:
         while True:
             header = json.loads(tasks.recv_bytes())
@@ -364,7 +366,7 @@ def _send_message(results: Connection, message: Message) -> None:
         write_to_pipe(results, buffer)
 
 
-def _say(results: Connection, message: dict[str, Any]) -> None:
+def _report(results: Connection, message: dict[str, Any]) -> None:
     try:
         results.send_bytes(json.dumps(message).encode())
     except OSError:
@@ -372,7 +374,7 @@ def _say(results: Connection, message: dict[str, Any]) -> None:
 
 
 def _widen(pipe: Connection) -> None:
-    """Asks for a larger pipe where the system has that (Linux): fewer switches between the processes."""
+    """Enlarges a pipe on Linux, for fewer context switches."""
     try:
         import fcntl
 

@@ -1,7 +1,7 @@
-"""Starting and ending the processes of a corpus tool, and reporting their failures.
+"""Starts and stops the processes of a corpus tool, and reports their failures.
 
-Every tool's workers behave alike: the parent handles keyboard interrupts, SIGTERM ends them, an error of
-theirs arrives with its type, and one that died is named with what killed it.
+The workers of all tools behave alike: the parent handles keyboard interrupts, SIGTERM terminates them, their errors
+arrive with their type, and an unexpected exit is reported with its cause.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class WorkerError(MegatronError):
-    """A worker process died or failed; nothing of the run was published."""
+    """A worker process exited or failed; nothing of the run was published."""
 
     exit_code = ExitCode.STORAGE
 
@@ -42,29 +42,29 @@ _KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, StorageError,
 
 
 def usable_cores() -> int:
-    """Processor cores that this process may use."""
+    """Returns the number of processor cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def start_method() -> str:
-    """How workers are started: forked on Linux from a process with one Python thread, else spawned."""
+    """Returns the start method: fork on Linux from a process with one Python thread, else spawn."""
     return "fork" if sys.platform == "linux" and threading.active_count() == 1 else "spawn"
 
 
 def start_process(
-    method: str, body: Callable[..., None], words: Sequence[Any], keep: Callable[[BaseProcess], None]
+    method: str, body: Callable[..., None], arguments: Sequence[Any], keep: Callable[[BaseProcess], None]
 ) -> None:
     """Starts a worker; a forked one receives no signal while it still has this process's signal handlers.
 
     Args:
         method: "fork" or "spawn".
-        words: arguments of `body`, which calls `enter_worker` first.
+        arguments: of `body`, which calls `enter_worker` first.
         keep: records the started process, before a signal can interrupt this one.
     """
     context = multiprocessing.get_context(method)
-    process: BaseProcess = context.Process(target=body, args=tuple(words), daemon=True)  # type: ignore[attr-defined]
+    process: BaseProcess = context.Process(target=body, args=tuple(arguments), daemon=True)  # type: ignore[attr-defined]
     if method != "fork":
         process.start()
         keep(process)
@@ -72,7 +72,7 @@ def start_process(
     old = signal.pthread_sigmask(signal.SIG_BLOCK, _OUR_SIGNALS)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which know about forks
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which handle forks
             process.start()
             keep(process)
     finally:
@@ -80,12 +80,12 @@ def start_process(
 
 
 def enter_worker(inherited: Iterable[Connection] = ()) -> None:
-    """Makes a started process a worker.
+    """Turns a started process into a worker.
 
     Args:
-        inherited: the parent's pipe ends that were forked along; left open, no pipe would ever close.
+        inherited: the parent's pipe ends, inherited by a fork; left open, no pipe would ever close.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it, too, and terminates this process
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _OUR_SIGNALS)
     for end in inherited:
@@ -94,7 +94,7 @@ def enter_worker(inherited: Iterable[Connection] = ()) -> None:
 
 
 def stop_processes(processes: Iterable[BaseProcess]) -> None:
-    """Ends workers, by force if need be."""
+    """Stops workers, by force if necessary."""
     started = list(processes)
     for process in started:
         process.terminate()
@@ -105,24 +105,24 @@ def stop_processes(processes: Iterable[BaseProcess]) -> None:
             process.join()
 
 
-def death_of(title: str, process: BaseProcess, workers_flag: str = "--workers") -> WorkerError:
-    """The error for a worker that ended without reporting why."""
+def exit_error(title: str, process: BaseProcess, workers_flag: str = "--workers") -> WorkerError:
+    """Returns the error for a worker that exited without a report."""
     process.join(STOP_SECONDS)
     code = process.exitcode
-    how = f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"ended with exit code {code}"
+    how = f"was killed by {_signal_name(-code)}" if code is not None and code < 0 else f"exited with code {code}"
     return WorkerError(
-        f"{title} {how}; nothing was published. When the system was short of memory (see dmesg), use fewer "
+        f"{title} {how}; nothing was published. If the system was short of memory (see dmesg), use fewer "
         f"{workers_flag}; then run the same command again."
     )
 
 
 def failure_message(failure: MegatronError) -> dict[str, Any]:
-    """A worker's error as a JSON message."""
+    """Returns a worker's error as a JSON message."""
     return {"failure": describe_failure(failure, _KINDS)}
 
 
 def raise_failure(message: dict[str, Any]) -> None:
-    """Raises the error that a worker's message describes, if it describes one."""
+    """Raises the error in a worker's message, if any."""
     if "failure" in message:
         raise rebuild_failure(message["failure"], _KINDS, WorkerError)
 

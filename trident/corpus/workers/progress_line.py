@@ -1,4 +1,4 @@
-"""The progress of a long job over documents, with rates and the time that is left."""
+"""The progress of a long job over documents, with rates and the remaining time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LINE_SECONDS = 1.0
 
 
 class ProgressLine(ProgressDisplay):
-    """Counts documents and bytes and shows them now and then.
+    """Counts documents and bytes and displays them periodically.
 
     Args:
         total_bytes: size of the inputs on disk, None if unknown.
-        every_documents: documents between two plain lines; they also come at most once a second.
+        every_documents: documents between two plain lines, which come at most once a second.
         write_line, draw_bar: see `ProgressDisplay`.
     """
 
@@ -36,7 +36,7 @@ class ProgressLine(ProgressDisplay):
         self._shown_documents = 0
 
     def advance(self, documents: int, text_bytes: int, input_bytes: int) -> None:
-        """Adds to the counts, and shows them if it is time."""
+        """Adds to the counts, and displays them if due."""
         self.documents += documents
         self.text_bytes += text_bytes
         self._input_bytes += input_bytes
@@ -45,8 +45,8 @@ class ProgressLine(ProgressDisplay):
             self._shown_documents = self.documents
             self.show(self._bar() if is_bar else self.line())
 
-    def leave_out(self, input_bytes: int) -> None:
-        """Takes work that need not be done out of the total."""
+    def skip(self, input_bytes: int) -> None:
+        """Removes skipped work from the total."""
         if self._total_bytes is not None:
             self._total_bytes -= input_bytes
 

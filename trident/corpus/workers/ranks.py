@@ -1,6 +1,6 @@
-"""The ranks that share one corpus job, as a rank, a size and a way to exchange small values.
+"""The ranks that share one corpus job: a rank, a size and a function to exchange small values.
 
-`corpus` knows no process groups: a program on several ranks passes in the exchange.
+`corpus` has no process groups: a program on several ranks passes in the exchange.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _KINDS: tuple[type[MegatronError], ...] = (ConfigError, DataError, StorageError)
 
 
 class JobError(MegatronError):
-    """Another rank of the job failed with an error that has no type of its own."""
+    """Another rank of the job failed with an error of no specific type."""
 
 
 @dataclass(frozen=True)
 class JobRanks:
-    """This process's rank among those that share a job.
+    """This process's rank in a shared job.
 
     Args:
-        gather: collects a JSON-able value from every rank, in rank order, on every rank.
+        gather: collects a JSON-serialisable value from every rank, in rank order, on every rank.
     """
 
     rank: int
@@ -44,22 +44,22 @@ class JobRanks:
         return JobRanks(0, 1, lambda value: [value])
 
     def run_on_all(self, work: Callable[[], Any]) -> list[Any]:
-        """Runs `work` on every rank, waits for all, and returns their results (JSON-able) in rank order.
+        """Runs `work` on every rank, waits for all, and returns their JSON-serialisable results in rank order.
 
         Raises:
-            ConfigError, DataError, StorageError, JobError: a rank failed; every rank raises the same then.
+            ConfigError, DataError, StorageError, JobError: a rank failed; every rank raises the same error.
         """
         value: Any = None
         failure: BaseException | None = None
         try:
             value = work()
-        except BaseException as error:  # of any kind: the other ranks must learn of it, or they wait forever
+        except BaseException as error:  # of any kind: otherwise the other ranks would wait forever
             failure = error
         report = None if failure is None else describe_failure(failure, _KINDS)
-        answers = self.gather([report, value])
-        raise_on_all_ranks([answer[0] for answer in answers], self.rank, failure, _KINDS, JobError)
-        return [value for _, value in answers]
+        outcomes = self.gather([report, value])
+        raise_on_all_ranks([outcome[0] for outcome in outcomes], self.rank, failure, _KINDS, JobError)
+        return [value for _, value in outcomes]
 
     def run_on_first(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` on rank 0 and returns its result (JSON-able) on every rank; its failure is raised on all."""
+        """Runs `work` on rank 0 and returns its JSON-serialisable result on every rank; all ranks raise its failure."""
         return self.run_on_all(work if self.rank == 0 else lambda: None)[0]  # type: ignore[no-any-return]

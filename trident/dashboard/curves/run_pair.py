@@ -88,7 +88,7 @@ def read_pair(paths: Sequence[str | Path]) -> tuple[Steps, Steps]:
     repeated = [step for step in sorted(later) if earlier[step] is not later[step]]
     if not repeated:
         raise DataError(
-            f"{paths[0]} logged no step twice ({_range(later)}), so there is nothing to compare. A single run must "
+            f"{paths[0]} logged no step twice ({_range(later)}), so it cannot be compared. A single run must "
             f"have repeated steps after a resume in the same folder (--run-dir). To compare two runs, give a second "
             f"one: compare_runs.py RUN OTHER_RUN."
         )

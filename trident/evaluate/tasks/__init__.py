@@ -1,5 +1,5 @@
-"""Tasks: what a file of text or questions asks of a network, and what is measured from its answers.
+"""Tasks: files of texts or questions, and the metrics of a network's answers.
 
-A task turns a file into queries, and scores into figures with their standard errors. It knows neither a network nor a
-rank: whatever scores the queries, a network or a closed-form baseline, is measured by the same lines.
+A task turns a file into queries, and scores into metrics with their standard errors. It is independent of networks and
+ranks: networks and closed-form baselines are measured by the same code.
 """

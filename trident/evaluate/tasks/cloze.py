@@ -1,4 +1,4 @@
-"""Cloze questions: which candidate fills the blank of a sentence that follows a story.
+"""Cloze questions: candidates for the blank in a sentence after a story.
 
 Source: Hill et al., "The Goldilocks principle: Reading children's books with explicit memory representations", 2016
 (the Children's Book Test, its file format, and the baseline of the most frequent candidate); candidates are compared
@@ -30,7 +30,7 @@ _NUMBERED = re.compile(r"^(\d+) (.*)$")
 class ClozeQuestion:
     """A story, a sentence with a blank, and the candidates for it."""
 
-    place: str
+    source: str
     story: str
     before: str
     after: str
@@ -40,7 +40,7 @@ class ClozeQuestion:
 
 @dataclass(frozen=True)
 class Cloze(ScoredTask):
-    """Cloze questions in the Children's Book Test's own format, or in a jsonl file.
+    """Cloze questions in the format of the Children's Book Test, or in a jsonl file.
 
     A line of jsonl has `context` (a text, or a list of sentences), `query` or `question` with XXXXX for the blank,
     `candidates` or `choices`, and `answer`.
@@ -48,7 +48,7 @@ class Cloze(ScoredTask):
 
     kind: ClassVar[str] = "cloze"
 
-    candidate_only: bool = flag(False, "compare the probabilities of the candidates alone, not of what follows them")
+    candidate_only: bool = flag(False, "compare the candidates' probabilities without the rest of the sentence")
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
         items: list[ChoiceItem] = []
@@ -58,9 +58,9 @@ class Cloze(ScoredTask):
                 break
             context = f"{question.story} {question.before}".strip()
             rest = "" if self.candidate_only else question.after
-            items.append(ChoiceItem(question.place, f"{context} {BLANK}{rest}", question.candidates, question.answer))
+            items.append(ChoiceItem(question.source, f"{context} {BLANK}{rest}", question.candidates, question.answer))
             queries += [
-                continuation_query(tokenizer, context, f" {candidate}{rest}", max_length, question.place)
+                continuation_query(tokenizer, context, f" {candidate}{rest}", max_length, question.source)
                 for candidate in question.candidates
             ]
         habits: dict[str, Habit] = {"chance": lambda item, number: 0.0, "frequent": _occurrences}
@@ -72,12 +72,12 @@ def _logprob(item: ChoiceItem, number: int, score: Score) -> float:
 
 
 def _occurrences(item: ChoiceItem, number: int) -> float:
-    """How often a candidate appears in the story, as a word."""
+    """The number of times that a candidate appears in the story as a word."""
     return float(len(re.findall(rf"(?<!\w){re.escape(item.choices[number])}(?!\w)", item.context)))
 
 
 def read_cloze(path: Path) -> Iterator[ClozeQuestion]:
-    """The questions of a file, jsonl by its ending.
+    """The questions of a file, which is jsonl if it ends so.
 
     Raises:
         DataError: the file cannot be read, or a question is incomplete.
@@ -109,26 +109,26 @@ def read_cloze(path: Path) -> Iterator[ClozeQuestion]:
 def _from_row(row: JsonRow) -> ClozeQuestion:
     context: Any = row.values.get("context", "")
     sentences = context if isinstance(context, list) else [context]
-    story = " ".join(checked_text(one, f'{row.place}: "context"') for one in sentences)
+    story = " ".join(checked_text(one, f'{row.source}: "context"') for one in sentences)
     key = "candidates" if "candidates" in row.values else "choices"
     given = row.values.get(key)
     if not isinstance(given, list):
-        raise DataError(f'{row.place} must have a list of texts under "candidates" or "choices".')
-    candidates = tuple(checked_text(one, f'{row.place}: "{key}"') for one in given)
-    return _question(row.place, story, row.text("query", "question"), candidates, row.text("answer"))
+        raise DataError(f'{row.source} must have a list of texts under "candidates" or "choices".')
+    candidates = tuple(checked_text(one, f'{row.source}: "{key}"') for one in given)
+    return _question(row.source, story, row.text("query", "question"), candidates, row.text("answer"))
 
 
-def _question(place: str, story: str, query: str, candidates: tuple[str, ...], answer: str) -> ClozeQuestion:
-    """A question whose parts are there.
+def _question(source: str, story: str, query: str, candidates: tuple[str, ...], answer: str) -> ClozeQuestion:
+    """Builds a question.
 
     Raises:
-        DataError: it has no blank, fewer than two candidates, or the answer is not one of them.
+        DataError: no blank, fewer than two candidates, or an answer that is not one of them.
     """
     if query.count(BLANK) != 1:
-        raise DataError(f"{place}: the question must hold {BLANK} once, for the blank: {printable(query)}.")
+        raise DataError(f"{source}: the question must hold {BLANK} once, for the blank: {printable(query)}.")
     if len(candidates) < 2 or len(set(candidates)) != len(candidates):
-        raise DataError(f"{place}: there must be two different candidates or more: {printable(candidates)}.")
+        raise DataError(f"{source}: expected at least two different candidates, got {printable(candidates)}.")
     if answer not in candidates:
-        raise DataError(f"{place}: the answer {printable(answer)} is not among the candidates {printable(candidates)}.")
+        raise DataError(f"{source}: answer {printable(answer)} is not among the candidates {printable(candidates)}.")
     before, after = query.split(BLANK)
-    return ClozeQuestion(place, story, before.rstrip(), after, candidates, candidates.index(answer))
+    return ClozeQuestion(source, story, before.rstrip(), after, candidates, candidates.index(answer))

@@ -1,8 +1,8 @@
-"""Exact match: whether the text that a network writes after a prompt is the answer.
+"""Exact match of the text that a network generates after a prompt with the answer.
 
-Before they are compared, both texts are normalized: compatibility forms (NFKC), case folded, white space runs made one
-blank, and quotes, brackets, marks that end a sentence and white space removed at both ends. `normalize: none` compares
-what stands between the prompt and the first stop text as it is, without the white space at its ends.
+Both texts are normalized first: compatibility forms (NFKC), case folding, runs of white space replaced by one blank,
+and quotes, brackets, sentence marks and white space stripped at both ends. With `normalize: none` only white space is
+stripped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from trident.evaluate.tasks.task import (
     SHOWN_MISTAKES,
     BaselineModel,
     DescribedTask,
-    Measured,
     Mistake,
+    TaskMeasurement,
     TaskOptions,
     TaskResult,
     result_of,
@@ -42,7 +42,7 @@ Normalize = Callable[[str], str]
 
 
 def normalized(text: str) -> str:
-    """A text as answers are compared."""
+    """The normalized form of a text, in which answers are compared."""
     return _WHITE_SPACE.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip(_EDGES)
 
 
@@ -50,22 +50,22 @@ def before_stops(text: str, stops: Sequence[str], *, keeps_blanks: bool = False)
     """An answer up to the first of the stop texts.
 
     Args:
-        keeps_blanks: whether blanks that it begins with are part of it; else they are left out and end nothing.
+        keeps_blanks: keep leading blanks; otherwise they are stripped before stop texts are searched.
     """
     text = text if keeps_blanks else text.lstrip(" ")
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    return text[: min((index for stop in stops if (index := text.find(stop)) >= 0), default=len(text))]
 
 
 @dataclass(frozen=True)
 class ExactMatch(DescribedTask):
-    """Prompts of a jsonl file (`prompt` or `question`) with an `answer`, or `answers` of which each is right."""
+    """Prompts of a jsonl file (`prompt` or `question`) with an `answer`, or several right `answers`."""
 
     kind: ClassVar[str] = "exact_match"
 
-    template: str = flag("{prompt}", "text that is continued; {prompt} is replaced by the prompt")
+    template: str = flag("{prompt}", "text to continue; {prompt} is replaced by the prompt")
     max_new_tokens: int = flag(32, "most tokens of an answer", at_least=1)
     stop: tuple[str, ...] = flag(("\n",), "texts that end an answer", nargs="*")
-    normalize: str = flag("usual", "how texts are made comparable", choices=("usual", "none"))
+    normalize: str = flag("usual", "normalization of texts before the comparison", choices=("usual", "none"))
 
     def problems(self) -> Iterator[str]:
         if "{prompt}" not in self.template:
@@ -77,52 +77,52 @@ class ExactMatch(DescribedTask):
         """Generates the answers of the network and of the baselines.
 
         Raises:
-            ConfigError: nothing generates text here.
+            ConfigError: text generation is not available.
             DataError: the file is missing or damaged, or holds no prompt.
         """
         if options.complete is None:
             raise ConfigError(
-                f"the task {self.title} ({self.kind}) generates text, which is not possible here. Run it with "
+                f"the task {self.title} ({self.kind}) requires text generation, unavailable here. Run it with "
                 "tools/evaluate.py."
             )
         items: list[Question] = options.agree(lambda: [_question(row) for row in islice(read_rows(self.path), limit)])
         if not items:
             raise DataError(f"{self.path} holds no prompt. Give a file with at least one.")
         prompts = [self.template.replace("{prompt}", item.prompt) for item in items]
-        said: list[str] = []
+        generated: list[str] = []
         for first in range(0, len(prompts), _PROMPTS_AT_ONCE):
-            said += options.complete(prompts[first : first + _PROMPTS_AT_ONCE], self.max_new_tokens, self.stop)
+            generated += options.complete(prompts[first : first + _PROMPTS_AT_ONCE], self.max_new_tokens, self.stop)
             if options.on_progress is not None:
-                options.on_progress(len(said), len(prompts))
+                options.on_progress(len(generated), len(prompts))
         baselines = (
             {}
             if options.baselines is None
             else options.agree(lambda: self._baselines(items, prompts, tokenizer, options))
         )
-        return result_of(self, self._measure(items, said), len(items), baselines)
+        return result_of(self, self._measure(items, generated), len(items), baselines)
 
-    def _measure(self, items: Sequence[Question], said: Sequence[str]) -> Measured:
+    def _measure(self, items: Sequence[Question], generated: Sequence[str]) -> TaskMeasurement:
         normalize: Normalize = normalized if self.normalize == "usual" else str.strip
-        answers = [normalize(before_stops(text, self.stop)) for text in said]
+        answers = [normalize(before_stops(text, self.stop)) for text in generated]
         hits = [
             float(answer in {normalize(right) for right in item.answers})
             for item, answer in zip(items, answers, strict=True)
         ]
         per_item: list[dict[str, Any]] = [
-            {"item": item.place, "exact_match": hit, "predicted": answer}
+            {"item": item.source, "exact_match": hit, "predicted": answer}
             for item, hit, answer in zip(items, hits, answers, strict=True)
         ]
         wrong = [number for number, hit in enumerate(hits) if not hit][:SHOWN_MISTAKES]
         mistakes = (
-            Mistake(items[number].place, shown_end(items[number].prompt), items[number].answers[0], said[number])
+            Mistake(items[number].source, shown_end(items[number].prompt), items[number].answers[0], generated[number])
             for number in wrong
         )
-        return Measured({"exact_match": mean(hits)}, tuple(per_item), tuple(mistakes))
+        return TaskMeasurement({"exact_match": mean(hits)}, tuple(per_item), tuple(mistakes))
 
     def _baselines(
         self, items: Sequence[Question], prompts: Sequence[str], tokenizer: Tokenizer, options: TaskOptions
-    ) -> dict[str, Measured]:
-        """Always the most frequent answer, and what the counting models write; the uniform one writes nothing."""
+    ) -> dict[str, TaskMeasurement]:
+        """The most frequent answer, and the texts of the unigram and bigram models."""
         usual = Counter(item.answers[0] for item in items).most_common(1)[0][0]
         measured = {"frequent": self._measure(items, [usual] * len(items))}
         fitted = () if options.baselines is None else options.baselines.fitted_to(self.train_path)
@@ -141,7 +141,7 @@ class ExactMatch(DescribedTask):
 class Question:
     """A prompt and its right answers."""
 
-    place: str
+    source: str
     prompt: str
     answers: tuple[str, ...]
 
@@ -149,8 +149,8 @@ class Question:
 def _question(row: JsonRow) -> Question:
     answers = row.values.get("answers")
     if answers is None:
-        return Question(row.place, row.text("prompt", "question"), (row.text("answer"),))
+        return Question(row.source, row.text("prompt", "question"), (row.text("answer"),))
     if not isinstance(answers, list) or not answers:
-        raise DataError(f'{row.place}: "answers" must be a list of texts, not {printable(answers)}.')
-    texts = tuple(checked_text(answer, f'{row.place}: "answers"') for answer in answers)
-    return Question(row.place, row.text("prompt", "question"), texts)
+        raise DataError(f'{row.source}: "answers" must be a list of texts, not {printable(answers)}.')
+    texts = tuple(checked_text(answer, f'{row.source}: "answers"') for answer in answers)
+    return Question(row.source, row.text("prompt", "question"), texts)

@@ -1,7 +1,7 @@
-"""Multiple choice: which of the answers to a question the network finds most probable.
+"""Multiple choice: questions with several answers, ranked by their probability.
 
 `acc` compares the log-probabilities of the choices after the question, `acc_norm` the same divided by the bytes of each
-choice, and `acc_unconditional` what the question adds to the log-probability of a choice on its own.
+choice, and `acc_unconditional` the difference to the log-probability of the choice without the question.
 
 Source: Brown et al., "Language models are few-shot learners", 2020, section 2.4 (normalization); bytes instead of
 tokens as in EleutherAI/lm-evaluation-harness `lm_eval/api/task.py`, so that tokenizers can be compared.
@@ -35,9 +35,9 @@ class MultipleChoice(ScoredTask):
 
     template: str = flag(PLACE_OF_QUESTION, "text before a choice; {question} is replaced by the question")
     separator: str = flag(" ", "text between question and choice")
-    unconditional: bool = flag(False, "also rank by what the question adds to the probability of a choice alone")
-    few_shot: int = flag(0, "answered questions to put in front, from the beginning of `examples`", at_least=0)
-    examples: str | None = flag(None, "jsonl file of the questions that few_shot puts in front")
+    unconditional: bool = flag(False, "also rank by the log-probability minus that without the question")
+    few_shot: int = flag(0, "number of answered questions in front of each question, from `examples`", at_least=0)
+    examples: str | None = flag(None, "jsonl file of the questions for few_shot")
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
         front = self._front()
@@ -47,9 +47,9 @@ class MultipleChoice(ScoredTask):
             context = front + self._asked(item)
             for choice in item.choices:
                 text = self.separator + choice
-                queries.append(continuation_query(tokenizer, context, text, max_length, item.place))
+                queries.append(continuation_query(tokenizer, context, text, max_length, item.source))
                 if self.unconditional:
-                    alone.append(continuation_query(tokenizer, "", text, max_length, item.place))
+                    alone.append(continuation_query(tokenizer, "", text, max_length, item.source))
         habits: dict[str, Habit] = {
             "chance": lambda item, number: 0.0,
             "longest": lambda item, number: float(len(item.choices[number].encode())),
@@ -63,20 +63,20 @@ class MultipleChoice(ScoredTask):
         return self.template.replace(PLACE_OF_QUESTION, item.context)
 
     def _front(self) -> str:
-        """The questions with their answers that come before each question."""
+        """The answered questions in front of each question."""
         if not self.few_shot:
             return ""
         path = self.folder / str(self.examples)
         shown = [_item(row) for row in islice(read_rows(path), self.few_shot)]
         if len(shown) < self.few_shot:
-            raise DataError(f"{path} holds {len(shown)} questions, and few_shot is {self.few_shot}. Use fewer.")
+            raise DataError(f"{path} holds {len(shown)} questions, but few_shot is {self.few_shot}. Use fewer.")
         return "".join(f"{self._asked(item)}{self.separator}{item.choices[item.answer]}\n\n" for item in shown)
 
     def problems(self) -> Iterator[str]:
         if PLACE_OF_QUESTION not in self.template:
             yield f"--template {self.template} must hold {PLACE_OF_QUESTION}, where the question goes."
         if self.few_shot and self.examples is None:
-            yield f"--few-shot {self.few_shot} needs --examples, a file of other questions with answers."
+            yield f"--few-shot {self.few_shot} requires --examples, a file of other questions with answers."
 
 
 def _logprob(item: ChoiceItem, number: int, score: Score) -> float:
@@ -88,24 +88,24 @@ def _logprob_per_byte(item: ChoiceItem, number: int, score: Score) -> float:
 
 
 def _most_frequent_position(items: Sequence[ChoiceItem]) -> Habit:
-    """Always the place that is right most often among these items: knowledge that no model has."""
+    """Always the index that is most often right among these items, which no model can know."""
     counts = Counter(item.answer for item in items)
     return lambda item, number: float(counts[number])
 
 
 def _item(row: JsonRow) -> ChoiceItem:
-    """The question of a line.
+    """Reads the question of a line.
 
     Raises:
-        DataError: a part is missing, or the answer is none of the choices.
+        DataError: a missing part, or an answer that is none of the choices.
     """
     given = row.values.get("choices")
     if not isinstance(given, list) or len(given) < 2:
-        raise DataError(f'{row.place} must have a list of two or more texts under "choices", not {printable(given)}.')
-    choices = tuple(checked_text(choice, f'{row.place}: "choices"') for choice in given)
+        raise DataError(f'{row.source} must have a list of two or more texts under "choices", not {printable(given)}.')
+    choices = tuple(checked_text(choice, f'{row.source}: "choices"') for choice in given)
     if not all(choice.strip() for choice in choices):
-        raise DataError(f"{row.place} has an empty choice: {printable(choices)}.")
-    return ChoiceItem(row.place, row.text("question", "query"), choices, _answer(row, len(choices)))
+        raise DataError(f"{row.source} has an empty choice: {printable(choices)}.")
+    return ChoiceItem(row.source, row.text("question", "query"), choices, _answer(row, len(choices)))
 
 
 def _answer(row: JsonRow, count: int) -> int:
@@ -114,7 +114,7 @@ def _answer(row: JsonRow, count: int) -> int:
         answer = _LETTERS.index(answer.upper())
     if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < count:
         raise DataError(
-            f'{row.place}: "answer" {printable(row.values.get("answer"))} is none of the {count} choices. Give an '
+            f'{row.source}: "answer" {printable(row.values.get("answer"))} is none of the {count} choices. Give an '
             f"index from 0 to {count - 1}, or a letter from A to {_LETTERS[min(count, len(_LETTERS)) - 1]}."
         )
     return answer

@@ -1,16 +1,16 @@
-"""Perplexity of text: the loss per token, and what does not depend on the tokenizer, per word and per byte.
+"""Perplexity of text: the loss per token, and per word and per byte, which do not depend on the tokenizer.
 
-A text longer than the window is scored in overlapping windows. Items are stretches of a document of about a window's
-tokens; neighbouring stretches count as independent in the standard errors.
+A text longer than the window is scored in overlapping windows. Items are parts of a document of about a window's
+tokens; adjacent items count as independent in the standard errors.
 
-The first window scores all of its tokens. Each later one begins `stride` tokens after the one before and scores only
+The first window scores all of its tokens. Each later one starts `stride` tokens after the one before and scores only
 its last `stride` tokens, so that every token is scored exactly once and, with a small stride, after a long context.
 
-Detokenizers undo the spacing of datasets that were published as words between blanks, so that a tokenizer meets plain
-text. Their rules run in order; a pair of quotes or brackets loses the white space inside of it.
+Detokenizers undo the spacing of datasets that were published as words between blanks, so that the tokenizer sees plain
+text. Their rules run in order; white space inside of quotes and brackets is removed.
 
-Source of the rules: bigscience Megatron-DeepSpeed `tasks/zeroshot_gpt/detokenizer.py`. Left out is a rule for `/' 5/`,
-which there replaces the digit by the text of a pattern.
+Source of the rules: bigscience Megatron-DeepSpeed `tasks/zeroshot_gpt/detokenizer.py`, except a rule for `/' 5/`, which
+there replaces the digit by the text of a pattern.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.tokenizers.tokenizer import Tokenizer
 from trident.evaluate.item_files import ScoredDocument, read_documents
 from trident.evaluate.scoring import Query, Score
 from trident.evaluate.statistics import Estimate, exponential, ratio, scaled
-from trident.evaluate.tasks.task import SHOWN_MISTAKES, Measured, Mistake, Prepared, ScoredTask, shown_end
+from trident.evaluate.tasks.task import SHOWN_MISTAKES, Mistake, Prepared, ScoredTask, TaskMeasurement, shown_end
 
 _SHOWN_TOKENS = 48
 
@@ -50,17 +50,17 @@ def _words_between_white_space(text: str) -> int:
 
 
 def _words_between_blanks(text: str) -> int:
-    """A line end between blanks counts as a word, as it does in the published perplexities of these datasets."""
+    """A line end between blanks counts as a word, as in the published perplexities of these datasets."""
     return len(text.strip().split(" "))
 
 
 @dataclass(frozen=True)
 class Detokenizer:
-    """How a dataset was spaced.
+    """The conversion of a dataset's spacing to plain text.
 
     Attributes:
-        rules: what makes plain text of it.
-        count_words: the number of words that an adjusted perplexity refers to, in the text as published.
+        rules: replacements that restore plain text.
+        count_words: counts the words of the text as published, for the adjusted perplexity.
     """
 
     rules: tuple[Rule, ...]
@@ -101,17 +101,15 @@ class Perplexity(ScoredTask):
     kind: ClassVar[str] = "perplexity"
 
     key: str = flag("text", "key of the text in a jsonl file")
-    window: int | None = flag(
-        None, "tokens that a query scores at most; by default as many as the network has positions", at_least=1
-    )
+    window: int | None = flag(None, "most tokens scored by a query; by default the network's positions", at_least=1)
     stride: int | None = flag(
-        None, "tokens between the beginnings of overlapping windows; by default half a window", at_least=1
+        None, "tokens between the starts of overlapping windows; by default half a window", at_least=1
     )
     detokenizer: str = flag("none", "spacing of the dataset to undo", choices=tuple(DETOKENIZERS))
     start: str = flag(
         "eod",
-        "what stands before a document: what the tokenizer puts before texts, else the end-of-document token; or "
-        "nothing, which leaves its first token out",
+        "token before a document: the tokenizer's start token or else the end-of-document token; or none, which skips "
+        "the document's first token",
         choices=("eod", "nothing"),
     )  # fmt: skip
 
@@ -119,23 +117,23 @@ class Perplexity(ScoredTask):
         window = max_length - 1 if self.window is None else self.window
         if window >= max_length:
             raise ConfigError(
-                f"--window {window} of the task {self.title} is more than the {max_length - 1} positions of the "
+                f"--window {window} of the task {self.title} exceeds the {max_length - 1} positions of the "
                 "network. Use a smaller window."
             )
         stride = max(1, window // 2) if self.stride is None else self.stride
-        stretches: list[Window] = []
+        windows: list[Window] = []
         queries: list[Query] = []
         for document in read_documents(self.path, self.key, tokenizer):
-            if limit is not None and len(stretches) >= limit:
+            if limit is not None and len(windows) >= limit:
                 break
-            for stretch, own in self._stretches(document, tokenizer, window, stride):
-                stretches.append(stretch)
-                queries += own
-        kept = stretches[:limit]
+            for part, part_queries in self._windows(document, tokenizer, window, stride):
+                windows.append(part)
+                queries += part_queries
+        kept = windows[:limit]
         notes = (f"windows of {window} tokens, {stride} apart",)
         return PreparedText(tuple(kept), queries[: sum(one.queries for one in kept)], tokenizer, notes=notes)
 
-    def _stretches(
+    def _windows(
         self, document: ScoredDocument, tokenizer: Tokenizer, window: int, stride: int
     ) -> Iterator[tuple[Window, list[Query]]]:
         detokenizer = DETOKENIZERS[self.detokenizer]
@@ -160,23 +158,23 @@ class Perplexity(ScoredTask):
             count += len(query.targets)
             if count >= window or before + count == scored:
                 share = Fraction(count, scored)
-                place = f"{document.place}, token {before}"
-                yield Window(place, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
+                source = f"{document.source}, token {before}"
+                yield Window(source, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
                 group, before, count = [], before + count, 0
 
 
 @dataclass(frozen=True)
 class Window:
-    """Part of a document.
+    """A part of a document, of about a window's tokens.
 
     Attributes:
-        queries: number of queries about it.
-        tokens: number of tokens that they score.
+        queries: number of its queries.
+        tokens: number of scored tokens.
         words: its share of the document's words, by tokens.
         text_bytes: its share of the document's bytes in UTF-8, by tokens.
     """
 
-    place: str
+    source: str
     queries: int
     tokens: int
     words: Fraction
@@ -185,30 +183,30 @@ class Window:
 
 @dataclass(frozen=True)
 class PreparedText(Prepared):
-    """Stretches of text with their queries, in order."""
+    """Parts of text with their queries, in order."""
 
     items: Sequence[Window]
     tokenizer: Tokenizer
 
-    def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
-        """Loss, perplexity, bits per byte, and the share of tokens that were predicted."""
+    def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> TaskMeasurement:
+        """Loss, perplexity, bits per byte, and the share of predicted tokens."""
         nats, right, per_item = [], [], []
         first = 0
-        for stretch in self.items:
-            own = range(first, first + stretch.queries)
-            first += stretch.queries
-            nats.append(-math.fsum(scores[number].logprob for number in own))
+        for part in self.items:
+            indices = range(first, first + part.queries)
+            first += part.queries
+            nats.append(-math.fsum(scores[number].logprob for number in indices))
             hits = sum(
-                said == token
-                for number in own
-                for said, token in zip(scores[number].predicted, self.queries[number].targets, strict=True)
+                predicted == token
+                for number in indices
+                for predicted, token in zip(scores[number].predicted, self.queries[number].targets, strict=True)
             )
-            right.append(math.exp(-nats[-1] / stretch.tokens) * stretch.tokens if is_uniform else float(hits))
-            per_item.append({"item": stretch.place, "nats": nats[-1], "tokens": stretch.tokens})
-        tokens = [stretch.tokens for stretch in self.items]
+            right.append(math.exp(-nats[-1] / part.tokens) * part.tokens if is_uniform else float(hits))
+            per_item.append({"item": part.source, "nats": nats[-1], "tokens": part.tokens})
+        tokens = [part.tokens for part in self.items]
         loss = ratio(nats, tokens)
         estimates = {"loss": loss, "ppl": exponential(loss), **self._per_unit(nats), "acc": ratio(right, tokens)}
-        return Measured(estimates, tuple(per_item), () if is_uniform else tuple(self._mistakes(scores)))
+        return TaskMeasurement(estimates, tuple(per_item), () if is_uniform else tuple(self._mistakes(scores)))
 
     def _per_unit(self, nats: Sequence[float]) -> dict[str, Estimate]:
         figures = {}
@@ -221,29 +219,29 @@ class PreparedText(Prepared):
         return figures
 
     def _mistakes(self, scores: Sequence[Score]) -> Iterator[Mistake]:
-        """The first token that was not predicted, of the first query of each of the first stretches that have one."""
+        """The first mispredicted token in the first query of each of the first few items that have one."""
         first = shown = 0
-        for stretch in self.items:
+        for part in self.items:
             query, score = self.queries[first], scores[first]
-            first += stretch.queries
+            first += part.queries
             pairs = zip(score.predicted, query.targets, strict=True)
-            wrong = [index for index, (said, meant) in enumerate(pairs) if said != meant]
+            wrong = [index for index, (predicted, meant) in enumerate(pairs) if predicted != meant]
             if wrong and shown < SHOWN_MISTAKES:
                 shown += 1
-                place = query.first_target + wrong[0]
-                context = self.tokenizer.decode(query.tokens[max(0, place - _SHOWN_TOKENS) : place])
+                position = query.first_target + wrong[0]
+                context = self.tokenizer.decode(query.tokens[max(0, position - _SHOWN_TOKENS) : position])
                 expected, predicted = (
-                    self.tokenizer.decode([token]) for token in (query.tokens[place], score.predicted[wrong[0]])
+                    self.tokenizer.decode([token]) for token in (query.tokens[position], score.predicted[wrong[0]])
                 )
-                yield Mistake(stretch.place, shown_end(context), expected, predicted)
+                yield Mistake(part.source, shown_end(context), expected, predicted)
 
 
 def overlapping_windows(tokens: Sequence[int], window: int, stride: int) -> Iterator[Query]:
     """The queries that score every token but the first exactly once.
 
     Args:
-        window: the most tokens that a query scores, and one less than it may hold.
-        stride: tokens that each query after the first scores; a stride above the window counts as the window.
+        window: most tokens that a query scores, and one less than it may hold.
+        stride: tokens scored by each query after the first; limited to the window.
 
     Source: bigscience Megatron-DeepSpeed `tasks/zeroshot_gpt/datasets.py` (`--overlapping-eval`).
     """

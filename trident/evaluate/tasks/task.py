@@ -1,4 +1,4 @@
-"""What a task is: a description that turns a file into queries, and their scores into a result."""
+"""The interface of tasks, which turn a file into queries, and their scores into a result."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ MOST_SHOWN_LETTERS = 300
 
 
 class BaselineModel(Scorer, Protocol):
-    """A model that a network has to beat; `trident.evaluate.baselines` has those in closed form."""
+    """A model that a network has to beat; see `trident.evaluate.baselines`."""
 
     @property
     def name(self) -> str:
-        """Its row in tables."""
+        """The name of its row in tables."""
 
     @property
     def is_uniform(self) -> bool:
-        """Whether it prefers no token."""
+        """True if all tokens are equally probable."""
 
     def complete(self, prompt: Sequence[int], count: int) -> list[int]:
         """Its continuation of a prompt by at most `count` tokens."""
 
 
 class BaselineSource(Protocol):
-    """Where tasks get their baselines from."""
+    """A source of baselines for tasks."""
 
     def fitted_to(self, train: Path | None) -> Sequence[BaselineModel]:
-        """The baselines, fitted to a training text or to that of all tasks."""
+        """The baselines, fitted to a training text, or to the default one."""
 
 
-# Continues prompts greedily: (prompts, most new tokens, texts that end a continuation) -> continuations.
+# Continues prompts greedily: (prompts, most new tokens, stop texts) -> continuations.
 Complete = Callable[[Sequence[str], int, Sequence[str]], Sequence[str]]
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """An item that was predicted wrongly.
+    """A wrongly predicted item.
 
     Attributes:
-        place: file and line of the item.
-        context: the end of what was given.
+        source: file and line of the item.
+        context: the end of the context.
         expected: the right answer.
-        predicted: what was said instead.
+        predicted: the prediction.
     """
 
-    place: str
+    source: str
     context: str
     expected: str
     predicted: str
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What the scores of one model say about the items of a task.
+class TaskMeasurement:
+    """The metrics of one model on the items of a task.
 
     Attributes:
-        estimates: a figure with its standard error, by metric.
-        per_item: the values of each item, in the order of the file, with its place under "item".
+        estimates: value and standard error of each metric.
+        per_item: the values of each item, in the order of the file, with its file and line under "item".
         mistakes: the first few wrong predictions.
     """
 
@@ -81,13 +81,13 @@ class TaskResult:
     """The result of a task.
 
     Attributes:
-        kind: what kind of task it is (`KINDS` in `tasks_file.py`).
-        figures: a value by metric.
-        errors: the standard error of each figure; a figure of a single item has none.
+        kind: kind of the task (`KINDS` in `tasks_file.py`).
+        figures: values by metric.
+        errors: standard errors by metric; missing for single items.
         count: number of items.
         wrong: the first few wrong predictions.
-        per_item: what each item contributed, in the order of the file, for paired comparisons.
-        baselines: the figures of each baseline on the same items, from the weakest on.
+        per_item: the values of each item, in the order of the file, for paired comparisons.
+        baselines: the figures of each baseline on the same items, weakest first.
         baseline_errors: their standard errors.
         notes: what a reader of the figures has to know.
     """
@@ -110,13 +110,13 @@ def _called(work: Callable[[], Result]) -> Result:
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """How a task is run.
+    """The options of running a task.
 
     Attributes:
-        baselines: fits the baselines; None leaves them out.
-        complete: generates text; needed by tasks that do.
-        agree: runs the reading of files. On several ranks `partial(run_on_all, mesh)`, so that a file which is missing
-            on one rank is an error on all of them.
+        baselines: the source of baselines; None for none.
+        complete: generates text, for tasks that need it.
+        agree: calls functions that read files. On several ranks `partial(run_on_all, mesh)`, so that a file missing
+            on one rank is an error on all.
         on_progress: called with the queries scored so far, and all of them.
     """
 
@@ -130,11 +130,11 @@ NO_OPTIONS = TaskOptions()
 
 
 class Task(Protocol):
-    """Something that is measured; collective over the ranks of the scorer."""
+    """A task; running it is collective over the ranks of the scorer."""
 
     @property
     def title(self) -> str:
-        """Its name in tables and metrics."""
+        """The name in tables and metrics."""
 
     def run(
         self, scorer: Scorer, tokenizer: Tokenizer, limit: int | None = None, options: TaskOptions = NO_OPTIONS
@@ -142,7 +142,7 @@ class Task(Protocol):
         """Measures the scorer's network.
 
         Args:
-            limit: take only this many items from the beginning.
+            limit: use only the first items.
 
         Raises:
             DataError: a file is missing or damaged, or an item does not fit the network.
@@ -151,10 +151,10 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The items of a task, ready to be scored.
+    """The items of a task, ready for scoring.
 
     Args:
-        queries: what is asked about all items.
+        queries: the queries of all items.
         notes: what a reader of the figures has to know.
     """
 
@@ -167,26 +167,26 @@ class Prepared:
         return len(self.items)
 
     @property
-    def constants(self) -> Mapping[str, Measured]:
-        """Baselines that need no model, such as always the longest choice."""
+    def constants(self) -> Mapping[str, TaskMeasurement]:
+        """Baselines without a model, such as always the longest choice."""
         return {}
 
-    def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> Measured:
-        """What the answers to the queries say.
+    def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> TaskMeasurement:
+        """Computes the metrics from the scores of the queries.
 
         Args:
-            is_uniform: they come from the uniform model, which prefers no answer.
+            is_uniform: the scores are those of the uniform model, which has no predictions.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class DescribedTask(ConfigSection):
-    """What the descriptions of all tasks have; the fields are the keys of a tasks file.
+    """The fields of all tasks, which are the keys of a tasks file.
 
     Attributes:
-        kind: the word for it in a tasks file.
-        folder: of the tasks file.
+        kind: the kind of task in a tasks file.
+        folder: folder of the tasks file.
     """
 
     name: str | None = flag(None, "name in tables and metrics; by default the kind of task and the file")
@@ -215,10 +215,10 @@ class DescribedTask(ConfigSection):
 
 @dataclass(frozen=True)
 class ScoredTask(DescribedTask):
-    """A task whose answers are the probabilities of given tokens."""
+    """A task scored by the probabilities of given tokens."""
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:
-        """Reads the file and makes the queries.
+        """Reads the file and builds the queries.
 
         Raises:
             DataError: the file is missing or damaged, or an item does not fit the network.
@@ -246,19 +246,19 @@ class ScoredTask(DescribedTask):
 
 def result_of(
     task: DescribedTask,
-    measured: Measured,
+    measured: TaskMeasurement,
     count: int,
-    baselines: Mapping[str, Measured],
+    baselines: Mapping[str, TaskMeasurement],
     notes: tuple[str, ...] = (),
 ) -> TaskResult:
-    """The result of a task from what was measured of the network and of the baselines."""
+    """The result of a task from the measurements of the network and the baselines."""
     return TaskResult(
         name=task.title,
         kind=task.kind,
         figures=_values(measured),
         errors=_errors(measured),
         count=count,
-        wrong=tuple(replace(mistake, place=_short(mistake.place)) for mistake in measured.mistakes),
+        wrong=tuple(replace(mistake, source=_short(mistake.source)) for mistake in measured.mistakes),
         per_item=tuple({**item, "item": _short(item["item"])} for item in measured.per_item),
         baselines={name: _values(one) for name, one in baselines.items()},
         baseline_errors={name: _errors(one) for name, one in baselines.items()},
@@ -267,18 +267,18 @@ def result_of(
 
 
 def shown_end(text: str) -> str:
-    """The end of a context, short enough to be read."""
+    """The end of a context, shortened for display."""
     return text if len(text) <= MOST_SHOWN_LETTERS else f"...{text[-MOST_SHOWN_LETTERS:]}"
 
 
-def _short(place: str) -> str:
-    """A place without the folders of its file, so that results from another folder are the same."""
-    return place.rsplit("/", 1)[-1]
+def _short(source: str) -> str:
+    """The source without the file's folders, so that results do not depend on them."""
+    return source.rsplit("/", 1)[-1]
 
 
-def _values(measured: Measured) -> dict[str, float]:
+def _values(measured: TaskMeasurement) -> dict[str, float]:
     return {metric: estimate.value for metric, estimate in measured.estimates.items()}
 
 
-def _errors(measured: Measured) -> dict[str, float]:
+def _errors(measured: TaskMeasurement) -> dict[str, float]:
     return {metric: estimate.error for metric, estimate in measured.estimates.items() if estimate.error is not None}

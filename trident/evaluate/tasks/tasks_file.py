@@ -1,7 +1,4 @@
-"""`read_tasks`: the tasks of a file, each described by the keys of its kind.
-
-The file is a list of mappings, in YAML or JSON. `task` says the kind; the other keys are the fields of its class.
-"""
+"""Tasks files: lists of mappings in YAML or JSON. `task` is the kind; the other keys are the fields of its class."""
 
 from __future__ import annotations
 
@@ -29,13 +26,13 @@ MOST_TASKS = 1000
 
 
 def read_tasks(path: str | Path) -> list[Task]:
-    """The tasks of a file, in their order; their own files are read when they run.
+    """Reads the tasks of a file, in their order; the tasks' data is read when they run.
 
     Args:
-        path: JSON if it ends in .json, otherwise YAML.
+        path: a JSON file if it ends in .json, otherwise YAML.
 
     Raises:
-        ConfigError: the file cannot be read, or describes something that is not a task; all problems at once.
+        ConfigError: the file cannot be read, or has an invalid task; all problems at once.
     """
     name = f"the tasks file {path}"
     tree = read_json(str(path), name) if str(path).endswith(".json") else read_yaml(str(path), name)
@@ -44,7 +41,7 @@ def read_tasks(path: str | Path) -> list[Task]:
     if not isinstance(tree, list) or not tree:
         raise ConfigError(f"{name} must hold a list of tasks, each with its kind under `task`.")
     if len(tree) > MOST_TASKS:
-        raise ConfigError(f"{name} holds {len(tree)} tasks; there may be {MOST_TASKS}.")
+        raise ConfigError(f"{name} holds {len(tree)} tasks; the limit is {MOST_TASKS}.")
     tasks: list[Task] = []
     problems: list[str] = []
     for number, description in enumerate(tree, start=1):
@@ -54,7 +51,7 @@ def read_tasks(path: str | Path) -> list[Task]:
             problems += failure.problems
     titles = [task.title for task in tasks]
     problems += [
-        f'{name}: {titles.count(title)} tasks are called "{title}". Give each a `name` of its own.'
+        f'{name}: {titles.count(title)} tasks are called "{title}". Give each a unique `name`.'
         for title in sorted({title for title in titles if titles.count(title) > 1})
     ]
     if problems:
@@ -62,35 +59,35 @@ def read_tasks(path: str | Path) -> list[Task]:
     return tasks
 
 
-def task_from(description: Any, folder: Path, place: str) -> Task:
-    """A task from the keys that describe it.
+def task_from(description: Any, folder: Path, source: str) -> Task:
+    """Builds a task from its keys and values.
 
     Args:
-        folder: that its paths are relative to.
-        place: of the description, for messages.
+        folder: the folder that paths are relative to.
+        source: of the description, for messages.
 
     Raises:
-        ConfigError: the kind is unknown, a key is not one of its keys, or a value cannot be used.
+        ConfigError: an unknown kind or key, or an invalid value.
     """
     if not isinstance(description, Mapping):
-        raise ConfigError(f"{place} must be a mapping of keys to values, not {shown_value(description)}.")
-    check_values(description, place)
+        raise ConfigError(f"{source} must be a mapping of keys to values, not {shown_value(description)}.")
+    check_values(description, source)
     kind = description.get("task")
     cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
-        raise ConfigError(f"{place}: `task` {shown_value(kind)} is unknown. Use one of: {', '.join(KINDS)}.")
-    values, problems = _values(cls, description, place)
+        raise ConfigError(f"{source}: `task` {shown_value(kind)} is unknown. Use one of: {', '.join(KINDS)}.")
+    values, problems = _values(cls, description, source)
     if not problems:
         problems = missing_problems(flags_of(cls), values, set())
         unchecked = build_unchecked(cls, {**dict.fromkeys(_required(cls), ""), **values, "folder": folder})
         problems += relevant_problems([unchecked], values, set())
-        problems = [f"{place} ({kind}): {problem}" for problem in problems]
+        problems = [f"{source} ({kind}): {problem}" for problem in problems]
     if problems:
         raise ConfigError(problems)
     return cls(**values, folder=folder)
 
 
-def _values(cls: type[AnyTask], description: Mapping[Any, Any], place: str) -> tuple[dict[str, Any], list[str]]:
+def _values(cls: type[AnyTask], description: Mapping[Any, Any], source: str) -> tuple[dict[str, Any], list[str]]:
     flags = {one.field: one for one in flags_of(cls)}
     values: dict[str, Any] = {}
     problems = []
@@ -101,14 +98,13 @@ def _values(cls: type[AnyTask], description: Mapping[Any, Any], place: str) -> t
             guess = nearest(str(key)[:80], list(flags))
             hint = f' Did you mean "{guess}"?' if guess else ""
             problems.append(
-                f"{place} ({cls.kind}): the key {shown_value(key)} is not one of its keys.{hint} They are: "
-                f"{', '.join(flags)}."
+                f"{source} ({cls.kind}): unknown key {shown_value(key)}.{hint} Its keys: {', '.join(flags)}."
             )
             continue
         try:
             values[key] = value_from_file(flags[key], value)
         except ConfigError as failure:
-            problems.append(f'{place} ({cls.kind}): "{key}" {failure}.')
+            problems.append(f'{source} ({cls.kind}): "{key}" {failure}.')
     return values, problems
 
 

@@ -1,1 +1,1 @@
-"""What a run evaluates while it trains: its tasks and its sample prompts, callbacks that the trainer finds by name."""
+"""Evaluation during training: tasks and sample prompts, as callbacks that the trainer imports by name."""

@@ -1,4 +1,4 @@
-"""Scores queries with the network that is being trained."""
+"""Scores queries with the network in training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.train.run import Run
 from trident.evaluate.batches import Answers, NetworkScorer, QueryBatch, plan_rounds
 from trident.evaluate.scoring import Query
 
-_MICRO_BATCHES_PER_STAGE = 4  # of a call, so that few stages wait for work
+_MICRO_BATCHES_PER_STAGE = 4  # per call, to keep the pipeline busy
 
 
 @dataclass(frozen=True)
 class ScoringBatch:
-    """A micro-batch of queries in the shape that all micro-batches of a call share.
+    """A micro-batch of queries, padded to the common shape of a call.
 
     Shapes: tokens and segment_ids `[b, s]`, sample_ids `[b]`, rows, labels and indices `[n]`, all int64; prefix_mask
     `[b, s]` bool.
@@ -34,7 +34,7 @@ class ScoringBatch:
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """Zeros, since only dropout depends on them."""
+        """Zeros, since only dropout depends on sample ids."""
         return np.zeros(len(self.tokens), np.int64)
 
     @property
@@ -43,7 +43,7 @@ class ScoringBatch:
 
     @classmethod
     def of(cls, batch: QueryBatch | None, shape: tuple[int, int], indices: Sequence[int]) -> ScoringBatch:
-        """Pads a batch of queries, of which there may be none.
+        """Pads a batch of queries; None gives an empty one.
 
         Args:
             indices: indices of the batch's targets in the statistics.
@@ -59,12 +59,12 @@ class ScoringBatch:
 
 
 class EngineScorer(NetworkScorer):
-    """A `Scorer` of the network in a training engine, in every layout and ZeRO stage; training is not affected by it.
+    """A `Scorer` of the network in a training engine, for every layout and ZeRO stage, without effect on training.
 
     Args:
         engine: the engine, between two steps.
         model: the architecture.
-        batch_tokens: tokens of a micro-batch in training, which a batch of queries does not exceed.
+        batch_tokens: tokens of a micro-batch in training, the limit of a batch of queries.
         beat: called while scores are computed, so that the run is not considered hung.
     """
 
@@ -83,18 +83,18 @@ class EngineScorer(NetworkScorer):
         return cls(run.engine, config.model, batch_tokens, lambda: run.watch.enter("evaluation", run.progress.step))
 
     def rounds(self, queries: Sequence[Query]) -> list[list[list[int]]]:
-        """Batches of one shape, enough of them in a round to fill the pipeline."""
+        """Batches of one shape, enough per round to fill the pipeline."""
         mesh = self.engine.mesh
         side_by_side = mesh.loss.size * (1 if mesh.pp.size == 1 else _MICRO_BATCHES_PER_STAGE * mesh.pp.size)
         return plan_rounds(queries, self.batch_tokens, side_by_side, padded_up_to=self.model.rotations_fixed_up_to)
 
     def answer(self, answers: Answers, batches: Sequence[Sequence[int]]) -> None:
-        """Runs a round; the engine brings its scores to all ranks."""
+        """Runs a round; the engine returns its scores on all ranks."""
         self._measure(answers, [answers.batch(numbers) for numbers in batches])
         self._beat()
 
     def _measure(self, answers: Answers, batches: Sequence[QueryBatch]) -> None:
-        """Scores a round of batches, divided among all copies of the model, and writes the results to their indices."""
+        """Scores a round of batches, divided among all copies of the model, and writes the results into `answers`."""
         axis = self.engine.mesh.loss
         counts = [len(batch.labels) for batch in batches]
         starts = np.concatenate([[0], np.cumsum(counts)])

@@ -21,7 +21,7 @@ from trident.evaluate.training.engine_scorer import EngineScorer
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """A task with its items, which are read once."""
+    """A task with its items, read once."""
 
     task: ScoredTask
     items: Prepared
@@ -33,7 +33,7 @@ class TrainingTask:
 
 
 class EvaluationTasks(Callback):
-    """Runs tasks with every evaluation of the validation split, and reports their figures."""
+    """Runs tasks with every evaluation of the validation split, and reports their metrics."""
 
     def __init__(self, tasks: Sequence[TrainingTask]) -> None:
         self._tasks = tuple(tasks)
@@ -59,8 +59,8 @@ def open_tasks(
         path: the tasks file; None for no tasks.
 
     Raises:
-        ConfigError: the tasks file cannot be used, or a task generates text.
-        DataError: a file of a task is missing or damaged, or an item does not fit the network.
+        ConfigError: an invalid tasks file, or a task that generates text.
+        DataError: a missing or damaged file, or an item that does not fit the network.
     """
     if path is None:
         return ()
@@ -71,8 +71,8 @@ def _prepared(path: str, tokenizer: Tokenizer, model: ModelConfig) -> Iterator[T
     for task in read_tasks(Path(path)):
         if not isinstance(task, ScoredTask):
             raise ConfigError(
-                f"the task {task.title} of --eval-tasks {path} generates text, and tasks in training are scored by "
-                "probabilities. Take it out of the file, and run it on checkpoints with tools/evaluate.py."
+                f"the task {task.title} of --eval-tasks {path} generates text, but tasks in training are scored by "
+                "probabilities. Remove it from the file, and run it on checkpoints with tools/evaluate.py."
             )
         items = task.prepare(tokenizer, model.max_position_embeddings + 1, None)
         if not items.count:

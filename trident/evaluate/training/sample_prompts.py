@@ -1,4 +1,4 @@
-"""Continues prompts with the network that is being trained: what --sample-prompts shows at every evaluation."""
+"""Continues prompts with the network in training, at every evaluation (--sample-prompts)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN_CHARACTERS = 120
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts with their tokens, and the most tokens that each is continued by."""
+    """Prompts with their tokens, and the most new tokens of each."""
 
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]
@@ -66,12 +66,11 @@ class SamplePrompts(Callback):
 def complete_greedily(scorer: Scorer, prompts: Sequence[Sequence[int]], new_tokens: int, end: int) -> list[list[int]]:
     """Continues each prompt greedily, up to its `end` token.
 
-    Each token is a forward pass over the whole text, because a network in training keeps no keys and values. That works
-    in every layout and ZeRO stage, and for a few prompts takes about as long as one batch of an evaluation for every
-    ten tokens.
+    Each token is a forward pass over the whole text, because a network in training has no key-value caches. This works
+    in every layout and ZeRO stage; for a few prompts, ten tokens take about as long as one batch of an evaluation.
 
     Args:
-        prompts: each shorter than the network's positions, at the end of which its continuation ends.
+        prompts: prompts shorter than the network's positions, which limit the continuations.
     """
     texts: list[list[int]] = [[] for _ in prompts]
     growing = list(range(len(prompts)))
@@ -79,7 +78,7 @@ def complete_greedily(scorer: Scorer, prompts: Sequence[Sequence[int]], new_toke
         growing = [number for number in growing if len(prompts[number]) + len(texts[number]) < scorer.max_length]
         if not growing:
             break
-        # The last token is the target; whatever it is, the network gives its most probable token in that place.
+        # The last token is a dummy target; its score includes the most probable token at this position.
         queries = [Query((*prompts[number], *texts[number], end), len(prompts[number])) for number in growing]
         for number, score in zip(list(growing), scorer.score(queries), strict=True):
             if score.predicted[-1] == end:
@@ -94,7 +93,7 @@ def open_prompts(
 ) -> Prompts | None:
     """Reads the prompts of --sample-prompts; collective over the mesh.
 
-    A prompt that leaves no room for --sample-tokens loses its first tokens, but keeps half of the positions.
+    A prompt that leaves no room for --sample-tokens is truncated at its start, but keeps half of the positions.
 
     Raises:
         ConfigError: the file cannot be read, or holds no prompt, or too many.

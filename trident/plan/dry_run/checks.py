@@ -14,7 +14,7 @@ _Step = tuple[str, str, str]  # kind, size, part
 
 
 def group_problems(programs: Programs) -> Iterator[str]:
-    """Groups that differ from those of their other members."""
+    """Groups that differ between their members."""
     simulated = {rank: set(program.groups.values()) for rank, program in programs.simulated.items()}
     for program in programs.deviating.values():
         first = programs.class_of(program.rank)
@@ -141,8 +141,8 @@ def _between(program: RankProgram) -> dict[int, dict[str, list[tuple[int, Progra
 def _copies(programs: Programs, group: _Group) -> Iterable[int]:
     """Rank offsets of a group's copies in the other replicas; only 0 if the group spans the replicas."""
     first = programs.class_of(group[0])
-    spans = any(programs.class_of(rank) == first for rank in group[1:])
-    return (0,) if spans else range(0, programs.stride * programs.replicas, programs.stride)
+    has_all_replicas = any(programs.class_of(rank) == first for rank in group[1:])
+    return (0,) if has_all_replicas else range(0, programs.stride * programs.replicas, programs.stride)
 
 
 def _sequence_of(

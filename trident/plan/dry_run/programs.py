@@ -112,7 +112,7 @@ class Programs:
         return sum((share.pieces() for share in shares.values()), Counter())
 
     def with_deviating(self, *programs: RankProgram) -> Programs:
-        """Returns a copy with those of the programs that differ from their class."""
+        """Returns a copy that also has these programs, if they differ from their class."""
         differing = {each.rank: each for each in programs if each != self.of(each.rank)}
         return replace(self, deviating={**self.deviating, **differing})
 

@@ -77,6 +77,7 @@ class Box:
         return math.prod(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def overlaps(self, other: Box) -> bool:
+        """True if the shards share an element."""
         bounds = zip(self.start, self.stop, other.start, other.stop, strict=True)
         return all(first < their_end and their_first < end for first, end, their_first, their_end in bounds)
 

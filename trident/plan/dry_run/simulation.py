@@ -100,7 +100,7 @@ def simulate_run(config: RunConfig, size: int) -> DryRun:
                 simulated[rank] = [program.at(rank) for program in simulated[rank - tensor + 1]]
             else:
                 simulated[rank] = simulate_rank(config, rank, size, list(first), results)
-    # Their code may take other branches than that of the first.
+    # A middle and the last replica, whose code may take other branches than the first.
     others = {replicas // 2, replicas - 1} - {0}
     further = [
         simulate_rank(config, rank + stride * replica, size, list(first), results)
@@ -160,7 +160,7 @@ def dry_run_lines(dry_run: DryRun, seconds: float) -> Iterator[str]:
         f"ranks; a checkpoint has {kinds * saved.total():,} pieces in {len(saved):,} files"
     )
     sockets = max(2 * (len(children_of(rank, size)) + (rank > 0)) + 1 for rank in (0, 1, size - 1))
-    yield f"sockets per rank for control, background and the store: at most {sockets}, plus those of the backend"
+    yield f"sockets per rank for control, background and the store: at most {sockets}, plus the backend's"
     last = dry_run.steps[-1]
     yield f"samples: {last.first + last.size:,} in {len(dry_run.steps):,} steps, checked on all replicas"
     yield f"simulated in {seconds:.1f} s"

@@ -110,7 +110,7 @@ class AnswerText:
         return records
 
     def _released(self) -> tuple[TokenRecord, ...]:
-        """Takes the held tokens whose text has begun to be released; at the end all, except those of a stop text."""
+        """Takes the held tokens whose text has begun to be released; at the end all, except in a stop text."""
         is_whole = self.finish is not None and not self._stream.is_stopped
         count = sum(is_whole or record.offset < self._letters for record in self._held)
         released, self._held = self._held[:count], self._held[count:]

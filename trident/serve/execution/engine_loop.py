@@ -156,7 +156,7 @@ class EngineLoop:
 class FairQueue:
     """Takes one sequence of each waiting request in turn, so that a large request does not hold up the others.
 
-    Requests take turns in the order in which they arrived, and the sequences of one keep their order.
+    Requests take turns in order of arrival, and the sequences of one keep their order.
     """
 
     def __init__(self) -> None:

@@ -39,7 +39,7 @@ class HeadProjection(Protocol):
         ...
 
     def project(self, hidden: torch.Tensor, context: StepContext) -> tuple[Heads, torch.Tensor | None]:
-        """Projects to heads, with their positions applied, and to the gates of the heads' outputs, if there are any.
+        """Projects to heads, with their positions applied, and to the gates of the heads' outputs, if any.
 
         Shapes: hidden `[b, s/t, h]` or `[b * s, h]`; gates `[b, s, a/t, d]`.
         """

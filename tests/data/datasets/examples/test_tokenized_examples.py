@@ -124,7 +124,7 @@ def test_bad_records_are_refused_with_file_and_line(write, tokenizer, tmp_path):
         opened(write(PAIRS), tokenizer, tmp_path, ChatTemplate("broken", "{{ messages + 1 }}"))
     with pytest.raises(DataError, match=r"chat.jsonl holds no examples"):
         opened(write([]), tokenizer, tmp_path)
-    with pytest.raises(ConfigError, match=r"--chat-template chatml needs the special tokens"):
+    with pytest.raises(ConfigError, match=r"--chat-template chatml requires the special tokens"):
         opened(write(PAIRS), tokenizer, tmp_path, load_chat_template("chatml", None))
 
 

@@ -145,12 +145,10 @@ def test_data_that_fit_no_masked_samples(prefixes, word_tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"web_text_document has no document of two sentences.*--split-sentences"):
         built(data_of(texts), "sentences", word_tokenizer)
     assert built(data_of(texts), "documents", word_tokenizer, (4, 0, 0))[0].train is not None
-    with pytest.raises(ConfigError, match="Masked samples show the mask token of a tokenizer"):
+    with pytest.raises(ConfigError, match="Masked samples require the mask token of a tokenizer"):
         built(data_of(texts), "stream", None)
     (tmp_path / "chat.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    with pytest.raises(
-        ConfigError, match=r"chat.jsonl is not a token file, and --objective masked trains on token files"
-    ):
+    with pytest.raises(ConfigError, match=r"chat.jsonl is not a token file, which --objective masked requires"):
         check_sources(data_of(f"{tmp_path}/chat.jsonl"), SourceUse(LENGTH, "masked"))
     with pytest.raises(ConfigError, match=r"mongodb://host/database is not a token file"):
         check_sources(data_of("mongodb://host/database"), SourceUse(LENGTH, "masked"))

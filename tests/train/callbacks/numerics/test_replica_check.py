@@ -36,7 +36,7 @@ def test_copies_that_differ_end_the_run_with_what_differs(monkeypatch: pytest.Mo
     differences += [f"tensor {number}" for number in range(7)]
     sentence = (
         r"^iteration 7: copies of the same values differ between ranks\. tensor 0; tensor 1; tensor 2; tensor 3; "
-        r"tensor 4; and 2 more\. They were not saved; earlier checkpoints are intact: .* --check-replicas-interval 0"
+        r"tensor 4; and 2 more\. Nothing was saved; earlier checkpoints are intact: .* --check-replicas-interval 0"
     )
     with pytest.raises(NumericsError, match=sentence) as caught:
         check_replicas(run_at(7))

@@ -23,7 +23,7 @@ class ConsumingRun:
         self.progress = progress
         self.next_length = 10
         self.passed: list[Any] = []
-        self.report = SimpleNamespace(passed=lambda *told: self.passed.append(told[1:]))
+        self.report = SimpleNamespace(skipped_batch=lambda *told: self.passed.append(told[1:]))
 
     skip_batches: Any = Run.skip_batches
 

@@ -27,7 +27,7 @@ from tools.convert.import_megatron import main
 from trident.convert.deepspeed_format.engine_files import read_shards, shapes_of
 from trident.convert.foreign import open_foreign
 from trident.convert.megatron_format.foreign_model import ForeignPieces
-from trident.convert.megatron_format.torch_files import Choices
+from trident.convert.megatron_format.torch_files import ImportOptions
 
 # The pipelines come last: DeepSpeed keeps their groups for every later engine of the process.
 CASES = [("plain", 1, "fp32"), ("plain", 3, "fp32"), ("pipeline", 1, "fp32"), ("pipeline", 1, "bf16")]
@@ -75,7 +75,7 @@ def test_a_run_of_deepspeed_is_continued(
 
 def test_what_the_converter_of_deepspeed_makes_of_it_is_the_same(written: tuple[Path, list[list[float]]]) -> None:
     folder = written[0] / "pipeline-1-fp32"
-    choices = Choices(VOCABULARY)
+    choices = ImportOptions(VOCABULARY)
     engine, universal = open_foreign(folder, choices), open_foreign(folder / "universal" / "global_step3", choices)
     assert (engine.format, universal.format) == ("DeepSpeed", "DeepSpeed universal")
     universal.check()
@@ -184,7 +184,7 @@ def test_two_tensor_parallel_ranks_two_stages_and_two_shards(tmp_path: Path) -> 
                     found[f"6.{last}"] = made.local(kind, f"decoder.final_layernorm.{last}", rank)
                 tensors[kind] = found
             write_rank(folder, made, 2 * stage + rank, tensors)
-    opened = open_foreign(folder, Choices(VOCABULARY))
+    opened = open_foreign(folder, ImportOptions(VOCABULARY))
     check_equal(opened, made, moments=True)
     assert (
         opened.state.updates == 3 and opened.parts["decoder.final_layernorm.bias", "weight"][0].dtype == torch.float32

@@ -24,9 +24,9 @@ from tests.trident.convert.foreign.foreign_files import (
 from trident.convert.foreign import newest_folder, open_foreign
 from trident.convert.megatron_format.foreign_model import ForeignPieces
 from trident.convert.megatron_format.sharding_rules import tensor_rules
-from trident.convert.megatron_format.torch_files import Choices
+from trident.convert.megatron_format.torch_files import ImportOptions
 
-CHOICES = Choices(VOCABULARY)
+CHOICES = ImportOptions(VOCABULARY)
 NVIDIA = {
     "transformer_impl": "local", "group_query_attention": True, "num_query_groups": 2, "swiglu": True,
     "ffn_hidden_size": 64, "normalization": "RMSNorm", "norm_epsilon": 1e-6, "add_bias_linear": False,
@@ -137,7 +137,7 @@ def test_groups_that_ranks_cannot_divide_are_refused(tmp_path: Path) -> None:
         content["args"].num_query_groups = 1
         save(content, path)
     opened = open_foreign(folder, CHOICES)
-    with pytest.raises(ConversionError, match="linear_qkv.weight has 1 blocks, which 2 tensor-parallel ranks"):
+    with pytest.raises(ConversionError, match="linear_qkv.weight has 1 blocks, which cannot be divided over 2"):
         opened.check()
 
 
@@ -159,10 +159,10 @@ def test_folders_without_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="nowhere is not a directory"):
         newest_folder(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(ConversionError, match=r"it holds notes\.txt"):
+    with pytest.raises(ConversionError, match=r"it contains notes\.txt"):
         open_foreign(tmp_path, CHOICES)
     (tmp_path / "latest").write_text("../../etc")
-    with pytest.raises(ConversionError, match=r"says '../../etc'"):
+    with pytest.raises(ConversionError, match=r"names '../../etc'"):
         open_foreign(tmp_path, CHOICES)
 
 

@@ -58,7 +58,7 @@ def test_a_run_is_continued_under_another_layout(corpus: TinyCorpus, tmp_path: P
     assert train([*flags, "--run-dir", str(tmp_path / "alone" / "run")]) == (0, "")
     found = losses(tmp_path / "alone")
     assert sorted(found) == [4, 5] and found == pytest.approx(losses(tmp_path / "split"), rel=1e-4)
-    with pytest.raises(ConversionError, match="imported exists already"):
+    with pytest.raises(ConversionError, match="imported already exists"):
         main([str(tmp_path / "theirs"), "--save", str(imported), *tokenizer_flags(corpus)])
 
 

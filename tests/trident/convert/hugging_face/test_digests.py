@@ -39,11 +39,11 @@ def test_a_changed_or_lost_file_is_refused(name: str, exported: Path, tmp_path: 
     content[-3] ^= 1
     (folder / name).write_bytes(content)
     with pytest.raises(
-        ConversionError, match=rf"model/{name} is not the file that was written .*remove the proof.json"
+        ConversionError, match=rf"model/{name} has changed since it was written .*remove the proof.json"
     ):
         import_model(ModelImportRequest(folder, tmp_path / "made"))
     (folder / name).unlink()
-    with pytest.raises(ConversionError, match=rf"model/{name} is not the file .*, and now: No such file or directory"):
+    with pytest.raises(ConversionError, match=rf"model/{name} has changed .*, got No such file or directory"):
         import_model(ModelImportRequest(folder, tmp_path / "made"))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -65,5 +65,5 @@ def test_weights_in_the_cache_of_the_hub_are_compared_with_their_names(tmp_path:
     check_digests(snapshot)
     assert file_digests(snapshot) == {"model.safetensors": digest}
     (blobs / digest).write_bytes(b"Weights")
-    with pytest.raises(ConversionError, match=f"model.safetensors is not the file .* was {digest}, and now: [0-9a-f]+"):
+    with pytest.raises(ConversionError, match=f"model.safetensors has changed .* SHA-256 {digest}, got [0-9a-f]+"):
         check_digests(snapshot)

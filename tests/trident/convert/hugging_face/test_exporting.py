@@ -96,7 +96,7 @@ def test_means_of_weights_are_exported_and_proved(tmp_path: Path) -> None:
 
 def test_means_that_no_run_kept_are_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"holds no means of weights \(--averaged-weights\).* without --ema-decay"
+        CheckpointError, match=r"holds no averaged weights \(--averaged-weights\).* without --ema-decay"
     ):
         export_model(request(trained, tmp_path / "out", kind="average"))
 
@@ -142,8 +142,8 @@ def test_a_padding_token_that_is_none_is_noticed(
     def planted(*given: Any) -> dict[str, Any]:
         return {**surroundings(*given), "pad_token_id": END}
 
-    surroundings = exporting._surroundings
-    monkeypatch.setattr(exporting, "_surroundings", planted)
+    surroundings = exporting._common_fields
+    monkeypatch.setattr(exporting, "_common_fields", planted)
     with pytest.raises(
         ConversionError, match=f"gradient of the embedding of token {END} differs .*Nothing was written"
     ):
@@ -267,7 +267,7 @@ def test_a_template_with_other_ids_in_transformers_is_warned_of(
 
 
 def test_an_existing_folder_is_refused(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConversionError, match=f"{tmp_path} exists already"):
+    with pytest.raises(ConversionError, match=f"{tmp_path} already exists"):
         export_model(request(trained, tmp_path))
 
 
@@ -297,7 +297,7 @@ def test_multi_token_prediction_is_left_out_and_said_so(tmp_path: Path, capfd: p
     model = loaded(export_model(wanted))
     assert type(model).__name__ == "MixtralForCausalLM" and model.config.num_hidden_layers == 2
     output = capfd.readouterr()
-    assert "the weights of --mtp-num-layers 1 are left out: transformers does not" in output.out + output.err
+    assert "the weights of --mtp-num-layers 1 are skipped: transformers does not" in output.out + output.err
 
 
 def test_the_bias_of_a_router_is_not_lost(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_broken_tokenizer_is_named(folders: tuple[Path, Path]) -> None:
     source, target = folders
     (source / "tokenizer.json").unlink()
     (source / "vocab.json").write_text("{")
-    with pytest.raises(ConversionError, match=f"{source} has no tokenizer.json and transformers cannot make one"):
+    with pytest.raises(ConversionError, match=f"{source} has no tokenizer.json and transformers cannot create one"):
         copy_tokenizer(source, target)
     (target / "tokenizer.json").write_text("{")
     (target / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -229,7 +229,7 @@ def test_special_tokens_that_only_the_class_knows_are_named(tmp_path: Path) -> N
 def test_a_sentencepiece_model_needs_another_form(tmp_path: Path) -> None:
     path = sentencepiece_models.write_model(tmp_path)
     choice = TokenizerChoice("GPTSentencePieceTokenizer", tokenizer_name_or_path=str(path))
-    with pytest.raises(ConversionError, match=r"\(GPTSentencePieceTokenizer\) is defined by a library .*FOLDER"):
+    with pytest.raises(ConversionError, match=r"\(GPTSentencePieceTokenizer\) belongs to a library .*FOLDER"):
         write_tokenizer(choice, build_tokenizer(choice), tmp_path, 1024)
 
 

@@ -16,7 +16,7 @@ from megatron.errors import ConversionError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from trident.convert.hugging_face import proof, reference
 from trident.convert.hugging_face.importing import ModelImportRequest, import_model
-from trident.convert.hugging_face.proof import Expected, Side, expected_logits, proof_text, prove
+from trident.convert.hugging_face.proof import Expected, ProofSide, expected_logits, proof_text, prove
 from trident.convert.hugging_face.registry import family_of
 from trident.convert.hugging_face.weight_files import read_json_file
 
@@ -37,7 +37,7 @@ def compared(
     config = read_json_file(source / "config.json", "")
     family = family_of(config)
     tokenizer = build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path=str(source)))
-    expected = expected_logits(Side(family, source, family.read_config(config), tokenizer, ()))
+    expected = expected_logits(ProofSide(family, source, family.read_config(config), tokenizer, ()))
     return expected, checkpoint, read_manifest(checkpoint)
 
 

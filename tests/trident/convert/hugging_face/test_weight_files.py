@@ -76,10 +76,10 @@ def test_files_of_an_index_are_joined_and_links_followed(tmp_path: Path) -> None
         (b"{ ", b"", "is not JSON"),
         (b"[]", b"", "is not a JSON object"),
         (entry(offsets=(0, 8)), b"1234", r"it has \d+ bytes, and its header describes \d+"),
-        (entry(offsets=(4, 12)), b"123412341234", r"tensor w begins at byte \d+, not at"),
+        (entry(offsets=(4, 12)), b"123412341234", r"tensor w starts at byte \d+, not at"),
         (entry(shape=(3,)), b"12341234", r"tensor w of shape \[3\] has 8 bytes"),
         (entry(shape=(-2,)), b"12341234", "the entry of tensor w has impossible numbers"),
-        ({"w": {"dtype": "F32"}}, b"", "the entry of tensor w lacks its type, shape or place"),
+        ({"w": {"dtype": "F32"}}, b"", "the entry of tensor w lacks its type, shape or offsets"),
     ],
 )
 def test_damage_is_described(tmp_path: Path, header: Any, content: bytes, says: str) -> None:
@@ -118,7 +118,7 @@ def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     ("index", "says"),
     [
         ({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}, "cannot read .*model-2.safetensors"),
-        ({"weight_map": {"b": "model-1.safetensors"}}, "tensor b is in model-1.safetensors, which does not hold it"),
+        ({"weight_map": {"b": "model-1.safetensors"}}, "tensor b in model-1.safetensors, which does not hold it"),
         ({"weight_map": {"a": "../model-1.safetensors"}}, "has no weight_map of file names"),
         ({}, "has no weight_map of file names"),
     ],

@@ -16,7 +16,7 @@ from tests.trident.convert.foreign.foreign_files import VOCABULARY
 from trident.convert.foreign import open_foreign
 from trident.convert.megatron_format.foreign_model import ForeignPieces
 from trident.convert.megatron_format.sharding_rules import tensor_rules
-from trident.convert.megatron_format.torch_files import Choices
+from trident.convert.megatron_format.torch_files import ImportOptions
 
 WRITER = Path(__file__).with_name("core_writer.py")
 GPT2: dict[str, Any] = {
@@ -74,7 +74,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("network", "form", "tensor", "pipeline"), CASES)
 def test_the_logits_are_megatron_cores(written: Path, network: str, form: str, tensor: int, pipeline: int) -> None:
     folder = written / f"{network}-{form}-{tensor}-{pipeline}"
-    opened = open_foreign(folder / "checkpoint", Choices(VOCABULARY))
+    opened = open_foreign(folder / "checkpoint", ImportOptions(VOCABULARY))
     opened.check()
     assert opened.model.activation_function == NETWORKS[network][1]
     expected = torch.load(folder / "logits.pt", weights_only=True)

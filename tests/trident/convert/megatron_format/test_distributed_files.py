@@ -17,7 +17,7 @@ from trident.convert.foreign import open_foreign
 from trident.convert.megatron_format.arguments import model_config
 from trident.convert.megatron_format.foreign_model import ForeignPieces
 from trident.convert.megatron_format.sharding_rules import tensor_rules
-from trident.convert.megatron_format.torch_files import Choices
+from trident.convert.megatron_format.torch_files import ImportOptions
 
 ARGUMENTS: dict[str, Any] = {
     "num_layers": 3, "transformer_impl": "transformer_engine", "swiglu": True, "ffn_hidden_size": 64,
@@ -69,7 +69,9 @@ def write(folder: Path, foreign: Foreign, *, stacked: bool = True, halves: bool 
 @pytest.mark.parametrize(("stacked", "halves", "common"), [(True, True, True), (False, False, False)])
 def test_every_tensor_comes_out_as_it_went_in(stacked: bool, halves: bool, common: bool, tmp_path: Path) -> None:
     foreign = written()
-    opened = open_foreign(write(tmp_path, foreign, stacked=stacked, halves=halves, common=common), Choices(VOCABULARY))
+    opened = open_foreign(
+        write(tmp_path, foreign, stacked=stacked, halves=halves, common=common), ImportOptions(VOCABULARY)
+    )
     opened.check()
     assert opened.format == "Megatron-LM (torch_dist)" and opened.model == foreign.config
     assert "only weights are imported" in opened.notes[0]
@@ -83,7 +85,7 @@ def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path) -> None:
     metadata = folder / ".metadata"
     metadata.write_bytes(re.sub(rb"__0_0\.distcp", rb"../0_.distcp", metadata.read_bytes()))
     with pytest.raises(ConversionError, match=r"names the file '\.\./0_\.distcp'"):
-        open_foreign(folder, Choices(VOCABULARY))
+        open_foreign(folder, ImportOptions(VOCABULARY))
 
 
 def test_a_folder_that_is_incomplete_is_refused(tmp_path: Path) -> None:
@@ -91,8 +93,8 @@ def test_a_folder_that_is_incomplete_is_refused(tmp_path: Path) -> None:
     path = folder / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="but it has 100"):
-        open_foreign(folder, Choices(VOCABULARY))
+        open_foreign(folder, ImportOptions(VOCABULARY))
     save([1], folder / "other.pt")
     (folder / "other.pt").replace(folder / ".metadata")
     with pytest.raises(ConversionError, match="lists no tensors"):
-        open_foreign(folder, Choices(VOCABULARY))
+        open_foreign(folder, ImportOptions(VOCABULARY))

@@ -20,7 +20,7 @@ from tests.trident.convert.foreign.foreign_files import (
 from trident.convert.foreign import open_foreign
 from trident.convert.megatron_format.foreign_model import ForeignPieces
 from trident.convert.megatron_format.sharding_rules import tensor_rules
-from trident.convert.megatron_format.torch_files import Choices, StoredMoments, moments_of
+from trident.convert.megatron_format.torch_files import ImportOptions, StoredMoments, moments_of
 from trident.convert.pickles.reader import ForeignTensor
 
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_named_is_explained(optimizer: dict[str, Any], said: str)
 def test_the_fp32_weights_of_a_half_precision_run_are_taken(tmp_path: Path) -> None:
     made: Foreign = foreign(gpt2_arguments(num_layers=1, fp16=True))
     save(_content(made), tmp_path / "mp_rank_00" / "model_optim_rng.pt")
-    opened = open_foreign(tmp_path, Choices(VOCABULARY))
+    opened = open_foreign(tmp_path, ImportOptions(VOCABULARY))
     check_equal(opened, made, moments=True)
     assert opened.state.flags["fp16"] is True
 
@@ -117,7 +117,7 @@ def _content(made: Foreign) -> dict[str, Any]:
 def test_a_distributed_optimizer_is_left_out(tmp_path: Path) -> None:
     made = foreign(gpt2_arguments(num_layers=1))
     write_torch_layout(tmp_path, made, with_optimizer=False)
-    opened = open_foreign(tmp_path, Choices(VOCABULARY))
+    opened = open_foreign(tmp_path, ImportOptions(VOCABULARY))
     assert "no optimizer state" in opened.notes[0] and not opened.has_moments
     assert opened.without_moments().state.progress.step == 0
     assert len(list(ForeignPieces(opened))) == len(tensor_rules(made.config))
@@ -140,4 +140,4 @@ def test_an_interleaved_pipeline(tmp_path: Path) -> None:
                 key = f"decoder.final_layernorm.{last}"
                 content["model1"][key] = made.local("weight", key, 0)
         save(content, tmp_path / "interleaved" / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt")
-    check_equal(open_foreign(tmp_path / "interleaved", Choices(VOCABULARY)), made, moments=False)
+    check_equal(open_foreign(tmp_path / "interleaved", ImportOptions(VOCABULARY)), made, moments=False)

@@ -18,7 +18,7 @@ from tests.helpers.vocabulary import write_vocabulary
 from trident.convert.foreign import open_foreign
 from trident.convert.megatron_format.foreign_model import ForeignPieces
 from trident.convert.megatron_format.sharding_rules import tensor_rules
-from trident.convert.megatron_format.torch_files import Choices
+from trident.convert.megatron_format.torch_files import ImportOptions
 from trident.convert.megatron_output.output_tensors import OutputRequest
 
 GPT2 = "--num-layers 2 --hidden-size 32 --num-attention-heads 4"
@@ -49,7 +49,7 @@ class Written:
 
 def check_comes_back(written: Written, folder: Path, *, moments: bool) -> None:
     """Opens what was written and compares the network, every tensor, and with moments the progress."""
-    opened = open_foreign(folder, Choices(VOCABULARY, rotary_is_sound=True))
+    opened = open_foreign(folder, ImportOptions(VOCABULARY, rotary_is_sound=True))
     opened.check()
     assert opened.has_moments is moments
     expected = dataclasses.replace(written.config.model, padded_vocab_size=opened.model.padded_vocab_size)

@@ -130,6 +130,6 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConversionError, match="4 attention heads cannot be split over 3 ranks"):
         write_torch_layout(llama.request(tmp_path / "out", "core", 3))
     (tmp_path / "there").mkdir()
-    with pytest.raises(ConversionError, match="there exists already"):
+    with pytest.raises(ConversionError, match="there already exists"):
         write_torch_layout(llama.request(tmp_path / "there", "core"))
     assert not (tmp_path / "out").exists()

@@ -20,7 +20,7 @@ from tests.trident.convert.megatron_output.loaded_by_deepspeed import STEPS, Cas
 from tests.trident.convert.megatron_output.networks import BLOOM, GPT2, LLAMA, ROTARY, check_comes_back, write_network
 from tools.convert import export_megatron
 from trident.convert.megatron_format.names import parameter_name
-from trident.convert.megatron_output.output_tensors import OurTensors
+from trident.convert.megatron_output.output_tensors import CheckpointTensors
 from trident.convert.megatron_output.universal_output import write_universal
 
 # The pipeline comes last: DeepSpeed keeps its groups for every later engine of the process.
@@ -103,7 +103,7 @@ def test_deepspeed_divides_tensors_as_the_torch_layout_does(tmp_path: Path) -> N
     written = write_network(tmp_path, LLAMA)
     request = written.request(tmp_path / "out", "classic", ranks=2)
     folder = write_universal(request)
-    tensors = OurTensors.of(request)
+    tensors = CheckpointTensors.of(request)
     for name in tensors.rules:
         for rank in range(2):
             expected = tensors.part(name, "weight", request.order, rank, 2, request.model.padded_vocab_size)

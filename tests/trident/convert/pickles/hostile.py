@@ -1,4 +1,4 @@
-"""Files that were made to do harm when they are unpickled, each with what the refusal must say.
+"""Malicious pickles, each with a pattern of the expected refusal.
 
 `CALLS` execute something when Python unpickles them; they leave the file "canary" if they succeed. The others are
 damaged or too large, or misuse what the reader admits.
@@ -244,12 +244,15 @@ MISUSES: dict[str, tuple[bytes, str]] = {
         "rebuilt by pathlib.Path",
     ),
     "parameter_of_a_number": (whole(call("torch._utils", "_rebuild_parameter", value(1), value(True))), "made of 1"),
-    "storage_outside_of_the_archive": (whole(storage("../../etc/passwd")), "passwd, which the zip file does not hold"),
-    "storage_of_another_length": (whole(storage("0", 400)), "16 bytes, but the pickle says 400 elements"),
+    "storage_outside_of_the_archive": (
+        whole(storage("../../etc/passwd")),
+        "passwd, which the zip file does not contain",
+    ),
+    "storage_of_another_length": (whole(storage("0", 400)), "16 bytes, but the pickle expects 400 elements"),
     "storage_of_negative_length": (whole(storage("0", -4)), "-4 elements"),
     "storage_of_an_unknown_kind": (whole(storage("0", 4, name("torch", "float32"))), "no known kind|not a known kind"),
-    "persistent_file": (whole(text("/etc/passwd") + b"Q"), "outside of it by /etc/passwd"),
-    "persistent_line": (b"\x80\x02P/etc/passwd\n.", "outside of it by /etc/passwd"),
+    "persistent_file": (whole(text("/etc/passwd") + b"Q"), "invalid persistent id /etc/passwd"),
+    "persistent_line": (b"\x80\x02P/etc/passwd\n.", "invalid persistent id /etc/passwd"),
     "extension": (whole(b"\x82\x01"), "unregistered extension code"),
     "out_of_band_buffer": (b"\x80\x05\x97.", "out-of-band data"),
     "getattr_of_a_container": (whole(call("builtins", "getattr", name("builtins", "dict"), text("get"))), "getattr on"),
@@ -384,8 +387,8 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
         archive(b"\x80\x02X" + struct.pack("<I", 2**26) + b"a" * 2**26 + b".", compression=zipfile.ZIP_DEFLATED),
         "is compressed",
     ),
-    "path_traversal": (archive(_GOOD, others=[("archive/../../../canary", b"x")]), "leads out of the archive"),
-    "absolute_path": (archive(_GOOD, others=[("/tmp/canary", b"x")]), "leads out of the archive"),
+    "path_traversal": (archive(_GOOD, others=[("archive/../../../canary", b"x")]), "is outside the archive"),
+    "absolute_path": (archive(_GOOD, others=[("/tmp/canary", b"x")]), "is outside the archive"),
     "two_pickles": (archive(_GOOD, others=[("other/data.pkl", _GOOD)]), "2 entries NAME/data.pkl"),
     "no_pickle": (
         _renamed(
@@ -403,23 +406,23 @@ CONTAINERS: dict[str, tuple[bytes, str]] = {
             b"data/0",
             True,
         ),
-        "two entries of one name",
+        "two entries with one name",
     ),
-    "storage_missing": (archive(_GOOD, []), "storage 0, which the zip file does not hold"),
-    "storage_too_short": (archive(_GOOD, [("0", b"\0" * 12)]), "12 bytes, but the pickle says 4 elements"),
+    "storage_missing": (archive(_GOOD, []), "storage 0, which the zip file does not contain"),
+    "storage_too_short": (archive(_GOOD, [("0", b"\0" * 12)]), "12 bytes, but the pickle expects 4 elements"),
     "big_endian": (_renamed(archive(_GOOD), b"little", b"bigbig"), "not stored little-endian"),
     "name_in_the_header_differs": (
         _renamed(archive(_GOOD), b"archive/data/0", b"archive/data/9"),
-        "not where its directory says",
+        "not at the offset of its directory",
     ),
     "entry_beyond_the_end": (
         _with_directory(lambda entries: entries[:20] + struct.pack("<II", 2**30, 2**30) + entries[28:]),
-        "reaches beyond its end|overlap",
+        "extends beyond its end|overlap",
     ),
     "encrypted": (_with_directory(lambda entries: entries[:8] + b"\x01" + entries[9:]), "is encrypted"),
     "overlapping_entries": (
         _with_directory(lambda entries: entries[:20] + struct.pack("<II", 600, 600) + entries[28:]),
-        "overlap|reaches beyond",
+        "overlap|extends beyond",
     ),
     "cut_off": (archive(_GOOD)[:-30], "damaged zip"),
     "directory_missing": (archive(_GOOD)[:100], "damaged zip"),

@@ -1,4 +1,4 @@
-"""Files that were made to do harm are refused, nothing in them is executed, and nothing grows."""
+"""Malicious files are refused, nothing in them is executed, and their cost is bounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from megatron.errors import CheckpointError
 from tests.trident.convert.pickles.hostile import CALLS, CANARY, CONTAINERS, ENDLESS, MISUSES, archive, value, whole
-from trident.convert.pickles.reader import PickleLimits, outcomes, read_pickle, read_pickles
+from trident.convert.pickles.reader import PickleLimits, described_ranges, read_pickle, read_pickles
 
 FILES = {
     **CALLS,
@@ -22,18 +22,18 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the reading process says of each file: they are parts of one file here, so that one process reads all."""
+    """The refusal of each file; they are ranges of one file here, so that one process reads all."""
     folder = tmp_path_factory.mktemp("hostile")
     path = folder / "files.pt"
-    ranges, place = [], 0
+    ranges, offset = [], 0
     with path.open("wb") as file:
         for content, _ in FILES.values():
             file.write(content)
-            ranges.append((place, place + len(content)))
-            place += len(content)
+            ranges.append((offset, offset + len(content)))
+            offset += len(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        answers = outcomes(
+        answers = described_ranges(
             [(path, bounds) for bounds in ranges], PickleLimits(memory_bytes=2**28, processor_seconds=30)
         )
     assert [entry.name for entry in folder.iterdir()] == ["files.pt"]
@@ -45,10 +45,10 @@ def test_a_hostile_file_is_refused(name: str, refusals: dict[str, str]) -> None:
     assert re.search(FILES[name][1], refusals[name]), refusals[name]
 
 
-def test_the_user_gets_one_sentence(tmp_path: Path) -> None:
+def test_the_error_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     path.write_bytes(CALLS["os_system"][0])
-    with pytest.raises(CheckpointError, match=r"file\.pt is refused: the file names os\.system, which is not admitted"):
+    with pytest.raises(CheckpointError, match=r"file\.pt is refused: the file names os\.system, which is not allowed"):
         read_pickle(path)
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="bytes 0 to 0 of"):
@@ -76,12 +76,8 @@ def test_the_file_that_ends_the_reading_process_is_named(tmp_path: Path) -> None
     assert read_pickles([fine, fine]) == [[1, 2], [1, 2]]
 
 
-def test_there_are_at_least_60_of_them() -> None:
-    assert len(FILES) >= 60 and len(CALLS) >= 40
-
-
-def test_the_calls_do_harm_when_python_unpickles_them(tmp_path: Path) -> None:
-    """Else their refusal would prove nothing: most of them reach the canary in Python's own unpickler."""
+def test_python_executes_the_calls(tmp_path: Path) -> None:
+    """Most of them reach the canary in Python's own unpickler; otherwise their refusal proves nothing."""
     program = (
         "import contextlib, os, pickle, sys\n"
         "from tests.trident.convert.pickles.hostile import CALLS\n"

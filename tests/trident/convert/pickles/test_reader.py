@@ -150,7 +150,7 @@ def test_a_changed_bit_of_an_archive_is_noticed(tmp_path: Path) -> None:
     for changed, entry in ((BASE[2].numpy().tobytes(), "data/0"), (b"before", "data.pkl")):
         place = whole.index(changed)
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(CheckpointError, match=rf"entry .*{entry}.* is damaged: its checksum is \w{{8}}, and the"):
+        with pytest.raises(CheckpointError, match=rf"entry .*{entry}.* is damaged: its checksum is \w{{8}}, expected"):
             read_pickle(path)
 
 
@@ -158,5 +158,5 @@ def test_an_older_file_whose_storages_do_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save({"a": BASE}, path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="should have 96 bytes"):
+    with pytest.raises(CheckpointError, match="must have 96 bytes"):
         read_pickle(path)

@@ -187,12 +187,12 @@ def test_invalid_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         attempt(source)
     with pytest.raises(ConfigError, match=r"--report a is the same file as --output a"):
         attempt("a", None, "a")
-    with pytest.raises(ConfigError, match=r"--output out\.jsonl\.xz: \.xz is not written.*\.jsonl\.gz"):
+    with pytest.raises(ConfigError, match=r"--output out\.jsonl\.xz: \.xz is not supported.*\.jsonl\.gz"):
         attempt("out.jsonl.xz")
     with pytest.raises(StorageError, match=rf"Cannot write {tmp_path}"):
         attempt(str(tmp_path))
     monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"--dropped d\.zst needs the zstandard package \(pip install zstandard\)"):
+    with pytest.raises(ConfigError, match=r"--dropped d\.zst requires the zstandard package \(pip install zstandard\)"):
         attempt("a", "d.zst")
 
 
@@ -239,5 +239,5 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".bz2", ".xz", ".parquet"])
 def test_other_suffixes_are_refused(suffix: str) -> None:
-    with pytest.raises(ConfigError, match=rf"--output out{suffix}: \{suffix} is not written"):
+    with pytest.raises(ConfigError, match=rf"--output out{suffix}: \{suffix} is not supported"):
         check_output("--output", f"out{suffix}")

@@ -18,7 +18,7 @@ from megatron.errors import ConfigError, DataError
 from tests.trident.corpus.cleaning.runs import clean_texts, quiet, read_jsonl, write_jsonl
 from tests.trident.corpus.cleaning.texts import random_text, vocabulary
 from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
-from trident.corpus.cleaning.contamination import EvaluationSets, Match, pieces_around
+from trident.corpus.cleaning.contamination import EvaluationSets, Match, parts_around
 from trident.corpus.cleaning.documents.clean_options import CleanOptions, ContaminationChoice, NearChoice
 from trident.corpus.cleaning.documents.words import WordSplitter
 
@@ -137,7 +137,7 @@ def test_pieces_are_what_is_outside_of_the_margins(ends: list[bool], data: st.Da
     starts = sorted(data.draw(st.lists(st.integers(0, max(0, len(text) - 5)), max_size=4)))
     matches = [Match(start, start + 5, 0) for start in starts if start + 5 <= len(text)]
     choice = ContaminationChoice((), margin=data.draw(st.integers(0, 9)), shortest_piece=data.draw(st.integers(1, 9)))
-    pieces = pieces_around(text, matches, choice)
+    pieces = parts_around(text, matches, choice)
     assert all(len(piece) >= choice.shortest_piece and piece in text for piece in pieces)
     left = set("".join(pieces)) - {"."}
     near = {at for match in matches for at in range(match.start - choice.margin, match.stop + choice.margin)}
@@ -147,7 +147,7 @@ def test_pieces_are_what_is_outside_of_the_margins(ends: list[bool], data: st.Da
 
 def test_a_match_that_ends_with_the_piece_before_still_takes_its_margin() -> None:
     choice = ContaminationChoice((), margin=1, shortest_piece=1)
-    assert pieces_around("aaaaabbbb.cd. e", [Match(0, 5, 0), Match(5, 10, 0)], choice) == ["e"]
+    assert parts_around("aaaaabbbb.cd. e", [Match(0, 5, 0), Match(5, 10, 0)], choice) == ["e"]
 
 
 def test_other_keys_stay_with_every_piece(tmp_path: Path, choice: ContaminationChoice) -> None:
@@ -181,13 +181,13 @@ def test_invalid_evaluation_files(tmp_path: Path, choice: ContaminationChoice) -
 
     with pytest.raises(ConfigError, match=r"--decontaminate .*gone\.jsonl cannot be read"):
         EvaluationSets(replace(choice, files=(str(tmp_path / "gone.jsonl"),)))
-    with pytest.raises(ConfigError, match=r"--decontaminate .*a\.txt: no text in them has 8 words.*--min-ngram"):
+    with pytest.raises(ConfigError, match=r"--decontaminate .*a\.txt: no text has 8 words.*--min-ngram"):
         read("a.txt", b"one two three\n")
     with pytest.raises(DataError, match=r"b\.jsonl: byte offset 3: the line cannot be read.*\.txt"):
         read("b.jsonl", b"{}\n{\n")
     with pytest.raises(DataError, match=r"c\.txt: byte offset 4: the line cannot be read"):
         read("c.txt", b"abc\n\xff\n")
-    with pytest.raises(ConfigError, match=r"--decontaminate - is not read here. Give \.jsonl or \.txt"):
+    with pytest.raises(ConfigError, match=r"--decontaminate - is not supported. Use \.jsonl or \.txt"):
         EvaluationSets(replace(choice, files=("-",)))
-    with pytest.raises(ConfigError, match=r"reads the input twice.*but - can be read once.*--ngram-occurrences 0"):
+    with pytest.raises(ConfigError, match=r"reads the input twice.*but - can be read only once.*--ngram-occurrences 0"):
         clean_corpus(["-"], CleanOutputs(str(tmp_path / "o")), CleanOptions(contamination=choice), 1, quiet())

@@ -103,7 +103,7 @@ def test_inputs_and_outputs_at_addresses(tmp_path: Path, choice: TokenizerChoice
     result = run(addresses, f"folderstore:/{tmp_path}/there", choice)
     assert rows_of(tuple(str(path) for path in sorted(tmp_path.glob("there-*")))) == rows_of(expected.shards)
     assert len(result.shards) == 3 and not list(tmp_path.glob(".*"))
-    with pytest.raises(ConfigError, match=r"none\.jsonl: 0 files are there; name one"):
+    with pytest.raises(ConfigError, match=r"none\.jsonl matches 0 files, expected 1"):
         run([f"folderstore:/{tmp_path}/none.jsonl"], f"{tmp_path}/x", choice)
     with pytest.raises(ConfigError, match="--input nosuch://x: Beam cannot look it up"):
         run(["nosuch://x"], f"{tmp_path}/x", choice)
@@ -140,7 +140,7 @@ def test_unsupported_beam_options_are_one_sentence_errors(
         run([source], f"{tmp_path}/w", choice)
 
     monkeypatch.setitem(sys.modules, "apache_beam", None)
-    with pytest.raises(ConfigError, match=r"\(--direct_running_mode\) need the apache-beam package"):
+    with pytest.raises(ConfigError, match=r"\(--direct_running_mode\) require the apache-beam package"):
         run([source], f"{tmp_path}/w", choice)
 
 

@@ -62,14 +62,14 @@ def test_the_rows_of_one_document_by_hand(tmp_path: Path) -> None:
     assert rows.attention_mask.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0]]
     assert rows.labels.tolist() == [[20, 0, 1, 2, 3, 21], [20, -7, 4, 5, 21, -7], [20, 0, 21, -7, -7, -7]]
     assert list(result.report(6)) == [
-        "Read 2 documents with 7 tokens; 0 empty documents and 0 bad lines left out.",
+        "Read 2 documents with 7 tokens; 0 empty documents and 0 bad lines skipped.",
         "Wrote 3 windows of 6 positions: 7 tokens, 1 of them a second time (overlap), 6 beginnings and ends, "
         "4 padding.",
         "Dropped 0 tokens; 0 windows were below --min-sequence-length, all kept and padded.",
         f"Shards: {tmp_path}/out-00000-of-00001.",
     ]
     dropping = WindowOptions(4, 6, 2, -7, 3, drop_short=True, bos_id=20, eos_id=21)
-    assert "Dropped 1 tokens; 1 windows were below --min-sequence-length, 1 left out (--drop-short)." in list(
+    assert "Dropped 1 tokens; 1 windows were below --min-sequence-length, 1 dropped (--drop-short)." in list(
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/out", RECORD, dropping, 1).report(6)
     )
 
@@ -92,7 +92,7 @@ def test_an_end_of_document_is_removed_and_restored(tmp_path: Path, choice: Toke
         writer.add_document([[1, eod]])
         writer.add_document([[2, 3]])
         writer.describe(before.tokenizer, before.versions, before.sources, append_eod=True, empty=0)
-    with pytest.raises(DataError, match=f"document 1 ends with the id 3, not with {eod} as.*--append-eod"):
+    with pytest.raises(DataError, match=f"document 1 ends with the id 3, expected {eod} by.*--append-eod"):
         featurize_tokens(f"{tmp_path}/in_text_document", f"{tmp_path}/w", None, small(), 1)
 
 
@@ -120,7 +120,7 @@ def test_special_tokens_around_a_text_appear_once_in_a_window(
     facts = WindowFile(result.shards[0]).facts
     assert facts is not None and facts.eos_id == numbers["</s>"]
     assert (facts.document_begin == numbers["<s>"]) == begin and (facts.document_end == numbers["</s>"]) == end
-    assert ("puts the ids" in capsys.readouterr().err) != begin
+    assert ("adds the ids" in capsys.readouterr().err) != begin
     first = next(WindowFile(result.shards[0]).batches(1000, group=0)).input_ids[0].tolist()
     whole = build_tokenizer(encoding.tokenizer)
     expected = [whole.encode(text) for text in texts]
@@ -152,7 +152,7 @@ def test_wide_ids_keep_their_width(tmp_path: Path) -> None:
         ({"max_sequence_length": 2, "min_sequence_length": 1}, RECORD, "--max-sequence-length 2 leaves no room"),
         ({"stride": 31}, RECORD, "--stride 31 would skip tokens: a window holds 30"),
         ({"min_sequence_length": 33}, RECORD, "--min-sequence-length 33 is above --max-sequence-length 32"),
-        ({"ignore_label": 0}, RECORD, "--ignore-label 0 is a token's id"),
+        ({"ignore_label": 0}, RECORD, "--ignore-label 0 is a token id"),
         ({}, None, "--eos-id is unknown.*--bos-id is unknown|--eos-id is unknown"),
         ({"num_special_token_reserved": 1}, TokenizerRecord("no end", None, 9, None), "--eos-id is unknown"),
         ({"pad_id": 600}, RECORD, "--pad-id 600 is not in the vocabulary, whose ids are 0 to 599"),
@@ -171,14 +171,14 @@ def test_contradicting_options_are_a_one_sentence_error(
 def test_pairs_without_ids_are_rejected(tmp_path: Path) -> None:
     with IndexedWriter(tmp_path / "in", np.int32) as writer:
         writer.add_document([[1, -5]])
-    with pytest.raises(DataError, match="in holds the id -5 in documents 0 to 0; ids are not negative"):
+    with pytest.raises(DataError, match="in holds the id -5 in documents 0 to 0; ids must not be negative"):
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(), 1)
     with IndexedWriter(tmp_path / "in", np.int64) as writer:
         writer.add_document([[1, 5]])
     index = bytearray((tmp_path / "in.idx").read_bytes())
     index[17] = CODE_OF_DTYPE[np.dtype("<f8")]
     (tmp_path / "in.idx").write_bytes(index)
-    with pytest.raises(DataError, match=r"in\.bin holds float64, and windows are made of token ids only"):
+    with pytest.raises(DataError, match=r"in\.bin holds float64, but windows require token ids"):
         featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(), 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.bin", "in.idx"]
 
@@ -188,7 +188,7 @@ def test_unwritable_outputs_are_reported_before_the_work(tmp_path: Path, choice:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"Cannot write .*file/w"):
         featurize([source], f"{tmp_path}/file/w", EncodeOptions(choice), small(), 1, quiet())
-    with pytest.raises(ConfigError, match="--output-path .*/out/ is a folder.*out/train gives .*/out/train-00000-of-0"):
+    with pytest.raises(ConfigError, match="--output-path .*/out/ is a folder.*out/train for .*/out/train-00000-of-0"):
         featurize([source], f"{tmp_path}/out/", EncodeOptions(choice), small(), 1, quiet())
     with pytest.raises(ConfigError, match="--input none.jsonl cannot be read"):
         featurize(["none.jsonl"], f"{tmp_path}/w", EncodeOptions(choice), small(), 1, quiet())

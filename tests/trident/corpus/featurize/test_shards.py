@@ -30,7 +30,7 @@ def test_older_shards_and_leftovers_of_killed_runs_are_removed(
     (tmp_path / "w-notes").touch()
     again = featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/w", RECORD, small(), 1)
     assert sorted(tmp_path.glob("w-*")) == [Path(again.shards[0]), tmp_path / "w-notes"]
-    assert not list(tmp_path.glob(".w*")) and capsys.readouterr().err.count("which a killed run had left") == 2
+    assert not list(tmp_path.glob(".w*")) and capsys.readouterr().err.count("left behind by a killed run") == 2
 
 
 def leave_something(folder: Path) -> None:

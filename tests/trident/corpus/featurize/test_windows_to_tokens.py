@@ -72,7 +72,7 @@ def test_each_window_of_other_tools_becomes_a_document(tmp_path: Path) -> None:
     assert (result.documents, result.empty, result.whole) == (1, 1, False)
     windows_to_tokens([path], f"{tmp_path}/plain")
     assert IndexedDataset(tmp_path / "plain").dtype == np.int32 and read_sidecar(tmp_path / "plain") is None
-    with pytest.raises(ConfigError, match=r"--append-eod: .*x\.parquet does not say which id ends a document"):
+    with pytest.raises(ConfigError, match=r"--append-eod: .*x\.parquet does not record the end-of-document id"):
         windows_to_tokens([path], f"{tmp_path}/none", append_eod=True)
     with pytest.raises(DataError, match=r"row 0 has input_ids outside of 0 to 4: 5 at position 0"):
         windows_to_tokens([path], f"{tmp_path}/none", TokenizerRecord("few", None, 5, 4))
@@ -81,9 +81,9 @@ def test_each_window_of_other_tools_becomes_a_document(tmp_path: Path) -> None:
 
 def test_incompatible_windows_are_rejected(tmp_path: Path, shards: tuple[str, ...]) -> None:
     out = f"{tmp_path}/out"
-    with pytest.raises(DataError, match=r"w-00001-of-00003: row 0 does not follow the window before it"):
+    with pytest.raises(DataError, match=r"w-00001-of-00003: row 0 does not continue the previous window"):
         windows_to_tokens(shards[1:], out)
-    with pytest.raises(DataError, match=r"w-00002-of-00003: row 0 does not follow the window before it"):
+    with pytest.raises(DataError, match=r"w-00002-of-00003: row 0 does not continue the previous window"):
         windows_to_tokens([shards[0], shards[2]], out)
     table = pyarrow.parquet.read_table(shards[0])
     ids = table.column("input_ids").to_pylist()
@@ -91,16 +91,16 @@ def test_incompatible_windows_are_rejected(tmp_path: Path, shards: tuple[str, ..
     notes = pyarrow.parquet.read_metadata(shards[0]).metadata
     changed = table.set_column(0, "input_ids", pyarrow.array(ids, table.schema.field(0).type))
     pyarrow.parquet.write_table(changed.replace_schema_metadata(notes), f"{tmp_path}/changed")
-    with pytest.raises(DataError, match="changed: row 1 holds other tokens than the window before it"):
+    with pytest.raises(DataError, match="changed: row 1 differs from the previous window"):
         windows_to_tokens([f"{tmp_path}/changed"], out)
     masks = table.column("attention_mask").to_pylist()
     masks[1][3] = 0.0
     changed = table.set_column(1, "attention_mask", pyarrow.array(masks, table.schema.field(1).type))
     pyarrow.parquet.write_table(changed.replace_schema_metadata(notes), f"{tmp_path}/changed")
-    with pytest.raises(DataError, match="changed: row 1 has a mask that is not tokens first, then padding"):
+    with pytest.raises(DataError, match="changed: row 1 has a mask other than tokens first, then padding"):
         windows_to_tokens([f"{tmp_path}/changed"], out)
     other = featurize_tokens(f"{tmp_path}/in", f"{tmp_path}/other", RECORD, small(stride=15), 1).shards
-    with pytest.raises(DataError, match="were not cut in the same way"):
+    with pytest.raises(DataError, match="differ in windows, special tokens or tokenizer"):
         windows_to_tokens([*shards, *other], out)
     with pytest.raises(
         DataError, match=r"made with another tokenizer \(tiny, 600 tokens\) than the one given \(few, 5"

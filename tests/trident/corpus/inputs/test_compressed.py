@@ -106,5 +106,5 @@ def test_a_truncated_file_is_an_error(lost: int) -> None:
 
 def test_a_missing_package_is_named_with_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"--output out\.zst needs the zstandard package .* or name it \.gz"):
+    with pytest.raises(ConfigError, match=r"--output out\.zst requires the zstandard package .* or name it \.gz"):
         zstandard_library("out.zst", "--output", "name it .gz")

@@ -41,9 +41,7 @@ def test_lines_are_written_until_there_are_enough(installation: Path, tmp_path: 
 
 def test_too_little_text_is_named(installation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.sys, "prefix", "/opt/{python}")
-    expected = (
-        r"Only \d+ bytes of source text are all that this Python \(/opt/\{python\}\) contains; 10000000 are needed"
-    )
+    expected = r"Only \d+ bytes of source text are in this Python \(/opt/\{python\}\); 10000000 are required"
     with pytest.raises(DataError, match=expected):
         demo.write_demo_corpus(tmp_path / "demo.jsonl", 10**7)
     assert not (tmp_path / "demo.jsonl").exists()

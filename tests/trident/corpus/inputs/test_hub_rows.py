@@ -71,12 +71,12 @@ def test_folders_of_save_to_disk_and_their_splits(source: str, tmp_path: Path) -
     assert is_saved_data(one) and is_saved_data(several) and not is_saved_data(str(tmp_path))
     assert texts([one], None, range(10)) == texts([one], "test", range(10)) == TEXTS[:10]
     with pytest.raises(
-        ConfigError, match=r"--input \S*/one is a dataset that save_to_disk wrote\. Give it as --input hf://\S*/one"
+        ConfigError, match=r"--input \S*/one is a dataset written by save_to_disk\. Use --input hf://\S*/one"
     ):
         expand_inputs([str(tmp_path)])
     assert texts([str(next(Path(one).glob("*.arrow")))], None, range(10)) == TEXTS[:10]
     assert open_rows([several], None).rows == 10 and open_rows([several], "rest").rows == 3
-    with pytest.raises(DataError, match=r"one is the split test, not train\. Leave --split out"):
+    with pytest.raises(DataError, match=r"one is the split test, not train\. Remove --split"):
         open_rows([one], "train")
     with pytest.raises(DataError, match=r"has no split 'valid' \(--split\); it has 'train', 'rest'"):
         open_rows([several], "valid")
@@ -112,15 +112,13 @@ def test_errors_are_sentences(source: str, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match=r"--input a/b .*in\.jsonl: give files of one kind, or one dataset"):
         open_rows(["a/b", source], None)
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ConfigError, match=r"names files that end in \.jsonl, \.txt; to count, shuffle or split them"):
+    with pytest.raises(ConfigError, match=r"lists files that end in \.jsonl, \.txt; to count, shuffle or split them"):
         open_rows([source, f"{tmp_path}/a.txt"], None)
-    with pytest.raises(
-        DataError, match=r"in\.jsonl \(train\): there is no column 'words' \(--json-keys\); it has 'text'"
-    ):
+    with pytest.raises(DataError, match=r"in\.jsonl \(train\): no column 'words' \(--json-keys\); it has 'text'"):
         texts([source], None, range(1), "words")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        ConfigError, match=r"--input a/b \(a name that is not a file.* needs the datasets package: pip inst"
+        ConfigError, match=r"--input a/b \(a name that is not a file.* requires the datasets package: pip inst"
     ):
         open_rows(["a/b"], None)
 
@@ -148,5 +146,5 @@ def test_failures_are_one_sentence_errors(monkeypatch: pytest.MonkeyPatch) -> No
         list(row_blocks(Broken(), "some", 1000))
 
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="--input x needs the datasets package"):
+    with pytest.raises(ConfigError, match="--input x requires the datasets package"):
         datasets_library("--input x")

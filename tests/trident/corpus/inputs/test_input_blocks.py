@@ -88,7 +88,7 @@ def test_missing_zstandard_is_reported_before_the_work(tmp_path: Path, monkeypat
     path = tmp_path / "in.zst"
     path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ConfigError, match=r"in\.zst needs the zstandard package"):
+    with pytest.raises(ConfigError, match=r"in\.zst requires the zstandard package"):
         check_inputs([str(path)])
 
 
@@ -105,7 +105,7 @@ def test_standard_input_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     os.close(end)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match=r"pipe cannot be read: it is a pipe, and no plain file"):
+    with pytest.raises(ConfigError, match=r"pipe cannot be read: it is a pipe, not a regular file"):
         check_inputs([str(pipe)])
 
 
@@ -131,7 +131,7 @@ def test_missing_inputs_are_named_together(tmp_path: Path) -> None:
     ) as caught:
         check_inputs(["/nowhere/a", str(tmp_path)])
     assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match="names standard input .* 2 times"):
+    with pytest.raises(ConfigError, match="lists standard input .* 2 times"):
         check_inputs(["-", "-"])
 
 

@@ -127,14 +127,6 @@ def test_plain_text_is_split_alike_for_any_block_size(tmp_path: Path, separator:
         assert sum(block.input_bytes for block in found) == path.stat().st_size
 
 
-def test_separators_across_reads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trident.corpus.inputs.input_blocks._READ_BYTES", 3)
-    (tmp_path / "in.txt").write_text("one<sep>two<sep><sep>three")
-    found = list(blocks([str(tmp_path / "in.txt")], 1, "<sep>"))
-    parsed = [parse_block(block, ["text"], False, "<sep>").texts[0] for block in found]
-    assert [text for texts in parsed for text in texts] == ["one", "two", "", "three"] and len(found) > 2
-
-
 def test_what_is_plain_text_and_what_is_not() -> None:
     assert read_separator(r"\n---\r\n\t") == "\n---\r\n\t"
     assert [layout_of(path, "\n") for path in ("a.TXT", "a.txt.gz", "-", "a.jsonl", "a.parquet")] == [
@@ -171,7 +163,7 @@ def test_plain_text_has_no_keys(tmp_path: Path, choice: TokenizerChoice) -> None
     path = tmp_path / "in.txt"
     path.write_text("one\n")
     with pytest.raises(
-        ConfigError, match=r"in\.txt is plain text, which has no keys, but 2 are wanted: q, a\. Name one"
+        ConfigError, match=r"in\.txt is plain text, which has no keys, but 2 are requested: q, a\. Use one"
     ):
         preprocess([str(path)], f"{tmp_path}/out", EncodeOptions(choice, ("q", "a")), 1, quiet())
 
@@ -242,9 +234,9 @@ def test_invalid_parquet_is_named(tmp_path: Path, choice: TokenizerChoice) -> No
     path = tmp_path / "in.parquet"
     parquet.write_table(arrow.table({"text": ["a", None, "b"], "n": [1, 2, 3]}), path)
     for key, reason in (
-        ("body", "there is no column 'body' .--json-keys.; it has 'text', 'n'"),
+        ("body", "no column 'body' .--json-keys.; it has 'text', 'n'"),
         ("text", "in.parquet:2: .*column 'text' is null or missing"),
-        ("n", "in.parquet:1: .*column 'n' holds a int, not a text"),
+        ("n", "in.parquet:1: .*column 'n' holds a value of type int, not text"),
     ):
         with pytest.raises(DataError, match=reason):
             preprocess([str(path)], f"{tmp_path}/out", EncodeOptions(choice, (key,)), 1, quiet())
@@ -256,7 +248,7 @@ def test_invalid_parquet_is_named(tmp_path: Path, choice: TokenizerChoice) -> No
     with pytest.raises(DataError, match=r"in\.parquet: cannot be read past row 0"):
         list(blocks([str(path)], 100))
     path.write_bytes(b"no such format")
-    with pytest.raises(DataError, match=r"in\.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match=r"in\.parquet is not a readable Parquet file"):
         check_inputs([str(path)], ["text"])
 
 
@@ -264,7 +256,7 @@ def test_missing_pyarrow_is_reported_before_the_work(tmp_path: Path, monkeypatch
     (tmp_path / "in.parquet").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ConfigError, match=r"in\.parquet needs the pyarrow package: pip install pyarrow"):
+    with pytest.raises(ConfigError, match=r"in\.parquet requires the pyarrow package: pip install pyarrow"):
         check_inputs([str(tmp_path / "in.parquet")], ["text"])
 
 
@@ -341,4 +333,4 @@ def test_files_skipped_in_a_folder_are_reported(tmp_path: Path, capsys: pytest.C
     for name in ("a.jsonl", "b.csv", "c.csv", "notes.txt", ".hidden", "d.idx", "d.bin", "d.json"):
         (tmp_path / name).touch()
     assert expand_inputs([str(tmp_path)]) == (str(tmp_path / "a.jsonl"),)
-    assert "3 files that are not inputs are left out (2 .csv, 1 .txt)" in capsys.readouterr().err
+    assert "3 files that are not inputs are skipped (2 .csv, 1 .txt)" in capsys.readouterr().err

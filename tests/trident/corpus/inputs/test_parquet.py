@@ -46,7 +46,7 @@ def test_a_file_of_another_format_is_recognized(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     for content, words in ((b"PK\x03\x04", r"\. The file looks like a zip archive\."), (b"PAR1 cut", r"[^.]\.$")):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=f"in.parquet is not a Parquet file that can be read: .*{words}"):
+        with pytest.raises(DataError, match=f"in.parquet is not a readable Parquet file: .*{words}"):
             list(blocks([str(path)], 1))
 
 
@@ -103,5 +103,5 @@ def test_missing_rows_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             return list(self.file.iter_batches(**{**more, "batch_size": 4}))[:-1]
 
     monkeypatch.setattr(parquet_module, "_open", Forgetful)
-    with pytest.raises(DataError, match=r"counts 10 rows, but row 8 is the last that could be read"):
+    with pytest.raises(DataError, match=r"counts 10 rows, but only 8 could be read"):
         list(parquet_module.parquet_rows(path, ["text"], 1 << 20))

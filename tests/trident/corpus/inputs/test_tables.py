@@ -79,7 +79,7 @@ def test_columns_are_chosen_by_address_and_keys(tmp_path: Path) -> None:
     assert read(f"{path}&column=form", keys=("title",)) == ["f"]
     with pytest.raises(DataError, match=r"collection 'docs' has no column 'body'; it has 'title', 'text'"):
         check_inputs([path], ["body"])
-    with pytest.raises(ConfigError, match=r"column= names one column, but --json-keys names 2: text form"):
+    with pytest.raises(ConfigError, match=r"column= selects one column, but --json-keys has 2: text form"):
         check_inputs([f"{path}&column=form"], ["text", "form"])
 
 
@@ -209,17 +209,17 @@ def test_lines_are_the_same_without_the_fast_library(
 def test_errors_come_before_the_work(
     sqlite_database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match=r"none\.db: there is no such SQLite file"):
+    with pytest.raises(DataError, match=r"none\.db: no such SQLite file"):
         expand_inputs([f"sqlite:///{tmp_path}/none.db"])
     assert list(tmp_path.iterdir()) == []
     sqlite_database.write({"web": numbered(["a"]), "news": numbered(["b"])})
-    with pytest.raises(DataError, match=r"there is no collection 'wbe'; it has 'web', 'news'"):
+    with pytest.raises(DataError, match=r"no collection 'wbe'; it has 'web', 'news'"):
         expand_inputs([sqlite_database.address("wbe")])
-    with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); name one of them"):
+    with pytest.raises(ConfigError, match=r"holds 2 tables \(web, news\); select one"):
         check_inputs([sqlite_database.base], ["text"])
     with sqlite3.connect(sqlite_database.path, isolation_level=None) as writer:
         writer.execute("BEGIN EXCLUSIVE")
-        monkeypatch.setattr(sqlite_store.SqliteCollections.__init__, "__defaults__", (0.05,))
+        monkeypatch.setattr(sqlite_store, "BUSY_SECONDS", 0.05)
         with pytest.raises(StorageError, match=r"store\.db is locked by a process that writes it"):
             check_inputs([sqlite_database.address("web")], ["text"])
         writer.execute("ROLLBACK")
@@ -236,7 +236,7 @@ def test_partitions_are_continued_only_if_the_database_is_the_same(
     with sqlite3.connect(sqlite_database.path) as connection:
         connection.execute("UPDATE web SET filt_text = 'mended' WHERE idx = 49")
     connection.close()
-    with pytest.raises(ConfigError, match=r"holds parts of a run that did not finish, with other --input"):
+    with pytest.raises(ConfigError, match=r"holds parts of an unfinished run with other --input"):
         preprocess_in_parts(divide(paths, 3, None, None, options.keys), f"{tmp_path}/out", options, 1, quiet())
 
 
@@ -272,18 +272,18 @@ def test_datasets_of_the_hub(tmp_path: Path, choice: TokenizerChoice) -> None:
     assert sidecar is not None and sidecar.sources[0].text_bytes > 2000 and sidecar.sources[0].xxh3_64 is None
     with pytest.raises(DataError, match="number"):
         check_inputs([path], ["body"])
-    with pytest.raises(DataError, match=r":31: .*column 'number' holds a int, not a text"):
+    with pytest.raises(DataError, match=r":31: .*column 'number' holds a value of type int, not text"):
         preprocess([InputPart(path, 30, 40)], f"{tmp_path}/out", replace(options, keys=("number",)), 1, quiet())
 
 
 def test_invalid_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--input hf:// names no dataset\. Write hf://name"):
+    with pytest.raises(ConfigError, match=r"--input hf:// names no dataset\. Use hf://name"):
         check_inputs(["hf://"], ["text"])
     pytest.importorskip("datasets", reason="the datasets package is not installed")
     with pytest.raises(DataError, match=r"--input .*absent \(--split test\) cannot be read by the datasets library"):
         check_inputs([f"hf://{tmp_path}/absent:test"], ["text"])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"some/name .*needs the datasets package: pip install datasets"):
+    with pytest.raises(ConfigError, match=r"some/name .*requires the datasets package: pip install datasets"):
         check_inputs(["hf://some/name:test"], ["text"])
 
 
@@ -299,8 +299,8 @@ def test_gaps_are_reported_before_preprocessing_and_rejected_before_training(
         database.executemany("INSERT INTO web VALUES (?, ?)", [(idx, f"text {idx}") for idx in (0, 1, 4)])
     address = f"sqlite:///{tmp_path}/s.db?table=web"
     check_inputs([address], ("text",))
-    assert "2 of the 5 documents that meta_info counts are missing (holes in idx)" in capsys.readouterr().err
-    with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(holes in idx\)"):
+    assert "2 of the 5 documents that meta_info counts are missing (gaps in idx)" in capsys.readouterr().err
+    with pytest.raises(DataError, match=r"2 of the 5 documents of collection 'web' are missing \(gaps in idx\)"):
         open_store(address)
 
 

@@ -77,7 +77,7 @@ def test_every_merge_method_gives_the_whole(
     assert result == preprocess((source,), f"{tmp_path}/out/o", options, 1, quiet())
     for name in found:
         assert name.endswith(".json") or (tmp_path / "out" / name).read_bytes() == found[name]
-    assert ("merged in parallel and serially, with the same bytes" in capsys.readouterr().err) == (merging == "both")
+    assert ("parallel and serial merge are equal" in capsys.readouterr().err) == (merging == "both")
 
 
 def test_two_merge_methods_that_differ_are_an_error(
@@ -96,7 +96,7 @@ def test_two_merge_methods_that_differ_are_an_error(
         return plan
 
     monkeypatch.setattr(distributed, "merge", forgetful)
-    with pytest.raises(StorageError, match=r"o_text_document\.bin: .* differs at byte offset 100 from what one rank"):
+    with pytest.raises(StorageError, match=r"o_text_document\.bin: .* differs at byte offset 100 from the serial one"):
         run(tmp_path, EncodeOptions(choice), merging="both", ranks=1)
     assert not list((tmp_path / "out").iterdir())
 
@@ -128,7 +128,7 @@ def test_a_seed_that_was_drawn_gives_the_same_order_again(
 
 def test_databases_are_not_drawn_from(choice: TokenizerChoice) -> None:
     with pytest.raises(
-        ConfigError, match=r"--split, --count and --shuffle need files.*--input sqlite:///a\.db is a database"
+        ConfigError, match=r"--split, --count and --shuffle require files.*--input sqlite:///a\.db is a database"
     ):
         share_of_rank(["sqlite:///a.db"], DocumentDraw(count=5), EncodeOptions(choice), JobRanks.single(), quiet())
 

@@ -62,8 +62,8 @@ def test_workers_start_as_blocks_arrive_and_write_ids_themselves(tmp_path: Path,
             for number, (_, result) in enumerate(
                 pool.run(InputBlock("<test>", 1, len(data), data, 0) for _ in range(2))
             ):
-                assert result.keys[0].ids is None and result.place is not None
-                result.place([(str(target), number * ids.nbytes)])
+                assert result.keys[0].ids is None and result.send_offsets is not None
+                result.send_offsets([(str(target), number * ids.nbytes)])
             assert len(pool.process_ids) == 2
             assert target.read_bytes() == ids.tobytes() * 2
 
@@ -75,8 +75,8 @@ def test_ids_that_cannot_be_written_are_a_storage_error(tmp_path: Path, choice: 
         pytest.raises(StorageError, match=r"Cannot write .*/gone/out\.bin: No such file"),
     ):
         for _, result in pool.run([InputBlock("<test>", 1, len(data), data, 0)]):
-            assert result.place is not None
-            result.place([(str(tmp_path / "gone" / "out.bin"), 0)])
+            assert result.send_offsets is not None
+            result.send_offsets([(str(tmp_path / "gone" / "out.bin"), 0)])
 
 
 def test_workers_report_what_is_wrong_with_the_tokenizer(tmp_path: Path) -> None:

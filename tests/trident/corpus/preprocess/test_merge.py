@@ -177,11 +177,11 @@ def test_lost_and_changed_bytes_are_detected(
     before = names(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(merge_module, "_copy_bytes", lambda source, target, size, offset: size)
-        with pytest.raises(DataError, match=r"bytes at offset 0 of the merged file are not those at 0 of .*part0\.bin"):
+        with pytest.raises(DataError, match=r"bytes at offset 0 .*differ from offset 0 of .*part0\.bin"):
             merge(parts[0], str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(merge_module, "_copy_bytes", lambda source, target, size, offset: size - 2)
-        with pytest.raises(DataError, match=r"part0\.bin ended at byte offset \d+ instead of \d+ while it was copied"):
+        with pytest.raises(DataError, match=r"part0\.bin ended at byte offset \d+ instead of \d+ while being copied"):
             merge(parts[0], str(tmp_path / "out"))
     with monkeypatch.context() as patch:
         patch.setattr(merge_module, "read_token_index", lambda *words: IndexedDataset(parts[0][0])._index)
@@ -221,7 +221,7 @@ def test_sidecars_are_merged_with_the_pairs(
     with pytest.raises(DataError, match=r"part2\.json lists 5 sequences and 5 tokens, but the pair has"):
         merge(parts[0], str(tmp_path / "out"))
     (tmp_path / "mine.json").write_text("{}")
-    with pytest.raises(DataError, match=r"mine\.json exists and is not a description of token files"):
+    with pytest.raises(DataError, match=r"mine\.json exists and does not describe token files"):
         merge(parts[0], str(tmp_path / "mine"))
 
 

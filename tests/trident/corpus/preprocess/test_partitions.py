@@ -175,7 +175,7 @@ def test_finished_partitions_are_not_repeated(
     with monkeypatch.context() as patch, pytest.raises(StorageError, match="no room"):
         patch.setattr(resume_module, "merge", stopped)
         in_parts(tmp_path, options)
-    assert "3 of 3 parts are finished and stay in" in capsys.readouterr().err
+    assert "3 of 3 parts are finished and kept in" in capsys.readouterr().err
     parts = tmp_path / "out" / ".o_a_document.parts"
     (parts / "part2of3_b_document.bin").write_bytes(b"")  # a disk may forget
     in_parts(tmp_path, options)
@@ -270,7 +270,7 @@ def test_a_foreign_folder_is_not_modified(tmp_path: Path, options: EncodeOptions
     folder = tmp_path / "out" / ".o_a_document.parts"
     folder.mkdir(parents=True)
     (folder / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds mine\.txt without a manifest\.json: this tool did not write it"):
+    with pytest.raises(ConfigError, match=r"holds mine\.txt without a manifest\.json, so this tool did not write it"):
         in_parts(tmp_path, options)
     assert (folder / "mine.txt").read_text() == "mine"
     (folder / "mine.txt").unlink()

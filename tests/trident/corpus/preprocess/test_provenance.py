@@ -76,5 +76,5 @@ def test_a_rewritten_pair_loses_its_old_sidecar(tmp_path: Path, choice: Tokenize
 
 def test_a_foreign_file_is_not_overwritten(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "in_text_document.json").write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match=r"in_text_document\.json exists and is not a description of token files"):
+    with pytest.raises(DataError, match=r"in_text_document\.json exists and does not describe token files"):
         preprocess((f"{tmp_path}/in_text_document.json",), f"{tmp_path}/in", EncodeOptions(choice), 1, quiet())

@@ -127,10 +127,10 @@ def test_source_code_is_not_split_into_lines() -> None:
 
 
 def test_a_wrong_language_and_a_missing_library_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"--lang en_US! is not a language\. Give a code of ISO 639 like en"):
+    with pytest.raises(ConfigError, match=r"--lang en_US! is not a language\. Use an ISO 639 code like en"):
         SentenceSplitter("en_US!")
     monkeypatch.setitem(sys.modules, "sentencex", None)
-    with pytest.raises(ConfigError, match="--split-sentences needs the sentencex package: pip install"):
+    with pytest.raises(ConfigError, match="--split-sentences requires the sentencex package: pip install"):
         SentenceSplitter()
 
 

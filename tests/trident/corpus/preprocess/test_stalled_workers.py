@@ -73,8 +73,8 @@ def test_a_stopped_worker_is_named_and_finishes_once_continued(
     stopper = Stopper(monkeypatch, signal.SIGCONT)
     preprocess(source, f"{tmp_path}/two", options, 2, stopper, 2 << 20)
     assert stopper.warnings[0].startswith(
-        f"preprocessing worker 0 (pid {stopper.victim}) has not answered for 0.2 seconds. It is stopped, by a signal "
-        f"or a debugger: `kill -CONT {stopper.victim}` lets it continue"
+        f"preprocessing worker 0 (pid {stopper.victim}) has not responded for 0.2 seconds. It is stopped by a signal "
+        f"or a debugger: `kill -CONT {stopper.victim}` continues it"
     )
     for suffix in ("bin", "idx"):
         written = [(tmp_path / f"{name}_text_document.{suffix}").read_bytes() for name in ("one", "two")]

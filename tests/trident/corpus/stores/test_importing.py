@@ -96,7 +96,7 @@ def test_text_files_and_empty_ones(database: Database, tmp_path: Path) -> None:
 def test_a_missing_file_is_reported_before_anything_is_written(database: Database, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.jsonl cannot be read"):
         put(database, "web", jsonl(tmp_path / "a.jsonl", ["a"]), str(tmp_path / "absent.jsonl"))
-    with pytest.raises(DataError, match="there is no collection in it"):
+    with pytest.raises(DataError, match="it has no collections"):
         open_store(database.base)
 
 

@@ -36,7 +36,7 @@ def test_what_meta_info_counts_is_audited(database: Database) -> None:
     database.write({"web": numbered(["x"] * 4), "news": numbered(["x"] * 2)}, counted={"web": 6, "news": 1})
     found = problems_of(database)
     assert found["web"] == ["2 missing: idx 4-5"]
-    assert found["news"][0].startswith("1 numbers beyond the 1 documents that meta_info counts")
+    assert found["news"][0].startswith("1 indices beyond the 1 documents that meta_info counts")
 
 
 def test_long_lists_of_numbers_are_truncated(sqlite_database: Database) -> None:
@@ -73,7 +73,7 @@ def test_fetches_are_timed(database: Database) -> None:
 
 def test_an_empty_store_cannot_be_timed(database: Database) -> None:
     database.write({"web": []}, counted={"web": 0})
-    with pytest.raises(ConfigError, match="holds no document to fetch"):
+    with pytest.raises(ConfigError, match="holds no documents. Import"):
         time_fetches(database.address("web"), 1, seed=1)
 
 
@@ -90,7 +90,7 @@ def test_samples_are_drawn_into_one_file_per_process(sqlite_database: Database, 
     assert len(drawn) == 21 and drawn < set(texts)
     fetch_samples(sqlite_database.base, 21, 1, f"{prefix}-again", "\n", seed=5)
     assert set(Path(f"{prefix}-again0.txt").read_text().splitlines()) == drawn
-    with pytest.raises(ConfigError, match="--nsample 31 is more than the 30 documents"):
+    with pytest.raises(ConfigError, match="--nsample 31 exceeds the 30 documents"):
         fetch_samples(sqlite_database.base, 31, 1, prefix, "\n", seed=5)
 
 
@@ -100,7 +100,7 @@ def test_samples_are_streamed_as_lines_of_json(sqlite_database: Database) -> Non
     written = io.BytesIO()
     stream_samples(sqlite_database.base, 3, 5, written)
     assert [json.loads(line)["text"] for line in written.getvalue().splitlines()] == texts
-    with pytest.raises(ConfigError, match="--nsample 4 is more than the 3 documents"):
+    with pytest.raises(ConfigError, match="--nsample 4 exceeds the 3 documents"):
         stream_samples(sqlite_database.base, 4, 5, written)
 
 

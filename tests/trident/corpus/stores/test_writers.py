@@ -14,7 +14,7 @@ import pytest
 
 from megatron.data.stores.address import StoreAddress
 from megatron.data.stores.document_store import open_store
-from megatron.data.stores.mongodb import explained
+from megatron.data.stores.mongodb import translated_errors
 from megatron.errors import ConfigError, DataError, StorageError
 from tests.data.databases import Database
 from tests.trident.corpus.stores.imports import jsonl, problems_of, put, texts_of
@@ -87,7 +87,7 @@ def test_a_killed_import_into_mongodb_is_not_counted(
     killed.append(["half", "of it"], None)  # and no more is heard of it
     assert texts_of(mongo_database, "web") == ["a"]
     assert "documents up to idx 2, but meta_info counts 1" in capsys.readouterr().err
-    assert problems_of(mongo_database)["web"][0].startswith("2 numbers beyond")
+    assert problems_of(mongo_database)["web"][0].startswith("2 indices beyond")
     path = jsonl(tmp_path / "b.jsonl", ["b"])
     with pytest.raises(ConfigError, match=rf"process {os.getpid()} of machine .* is importing into collection 'web'"):
         put(mongo_database, "web", path)
@@ -133,7 +133,7 @@ def test_two_imports_that_begin_together(
 
     hold(1)
     monkeypatch.setattr(store_writers, "is_running", is_running)
-    with pytest.raises(ConfigError, match="another process began to import into collection 'web' at this moment"):
+    with pytest.raises(ConfigError, match="another process just started to import into collection 'web'"):
         put(mongo_database, "web", jsonl(tmp_path / "b.jsonl", ["b"]))
     assert texts_of(mongo_database, "web") == ["a"]
 
@@ -147,11 +147,14 @@ def test_driver_errors_are_reported(mongo_database: Database) -> None:
     with pytest.raises(DataError, match=r"a document could not be added: .*E11000.*run one at a time"):
         writer.append(["b"], None)
     with (
-        pytest.raises(DataError, match=r"mongodb://h/d: the server refused: not authorized"),
-        explained("mongodb://h/d"),
+        pytest.raises(DataError, match=r"mongodb://h/d: the server rejected the request: not authorized"),
+        translated_errors("mongodb://h/d"),
     ):
         raise pymongo.errors.OperationFailure("not authorized")
-    with pytest.raises(DataError, match=r"cannot be sent or read: BSON too large.*16 MB"), explained("mongodb://h/d"):
+    with (
+        pytest.raises(DataError, match=r"cannot be sent or read: BSON too large.*16 MB"),
+        translated_errors("mongodb://h/d"),
+    ):
         raise pymongo.errors.DocumentTooLarge("BSON too large")
 
 
@@ -171,12 +174,12 @@ def test_an_idx_that_is_there_twice_stops_the_import(sqlite_database: Database, 
     connection.execute("CREATE TABLE web (_id INTEGER PRIMARY KEY, idx INTEGER, form TEXT, filt_text TEXT)")
     connection.executemany("INSERT INTO web (idx, filt_text) VALUES (?, 'x')", [(0,), (0,)])
     connection.commit()
-    with pytest.raises(DataError, match=r"collection 'web' holds an idx twice .*UNIQUE constraint failed: web\.idx"):
+    with pytest.raises(DataError, match=r"collection 'web' has a duplicate idx .*UNIQUE constraint failed: web\.idx"):
         put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
 
 
 def test_a_missing_folder_and_a_full_disk(tmp_path: Path, sqlite_database: Database) -> None:
-    with pytest.raises(ConfigError, match=r"there is no folder .*absent for the SQLite file"):
+    with pytest.raises(ConfigError, match=r"the folder .*absent does not exist"):
         open_writer(StoreAddress.of(f"sqlite:///{tmp_path}/absent/x.db"), "web")
     put(sqlite_database, "web", jsonl(tmp_path / "a.jsonl", ["a"]))
     writer: Any = open_writer(StoreAddress.of(sqlite_database.base), "web")
@@ -193,7 +196,7 @@ def test_a_document_longer_than_sqlite_holds(sqlite_database: Database, tmp_path
     if hasattr(writer._connection, "setlimit"):
         writer._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1000)
         writer.begin()
-        with pytest.raises(DataError, match=r"a document after idx -1 of collection 'web' is longer than SQLite holds"):
+        with pytest.raises(DataError, match=r"after idx -1 of collection 'web' is longer than SQLite allows"):
             writer.append(["x" * 2000], None)
         writer.abort()
     writer.close()

@@ -72,8 +72,8 @@ def test_texts_of_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "unused", "message"),
     [
-        (["<a>", "<a>"], None, r"names '<a>' twice"),
-        (["<unused0>"], 1, r"names '<unused0>' twice"),
+        (["<a>", "<a>"], None, r"lists '<a>' twice"),
+        (["<unused0>"], 1, r"lists '<unused0>' twice"),
         (["hello"], None, r"'hello' could be learned as an ordinary word"),
         (["a b"], None, r"'a b' could be learned"),
         ([""], None, r"'' could be learned"),
@@ -106,14 +106,14 @@ def test_untrainable_inputs_are_reported(monkeypatch: pytest.MonkeyPatch) -> Non
         ConfigError, match=r"--vocab-size 262 is too small: 256 bytes and 7 special tokens \(<s>, <pad>.*need 263"
     ):
         train_byte_level(SOURCE, 262, special=SEED_ORDER)
-    with pytest.raises(DataError, match="holds no text to learn from"):
+    with pytest.raises(DataError, match="has no text to learn from"):
         train_unigram(["", "\n \n"], 900)
     with pytest.raises(ConfigError, match="--vocab-size 100 with 3 special tokens does not work for this text"):
         train_unigram(SOURCE, 100)
-    with pytest.raises(DataError, match="holds no text to learn from"):
+    with pytest.raises(DataError, match="has no text to learn from"):
         train_wordpiece(lambda: ["", " "], 900)
     with pytest.raises(ConfigError, match=r"--vocab-size 8 is too small: 5 special tokens, 2 letters and 2 .* need 9"):
         train_wordpiece(lambda: ["abab"], 8)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(ConfigError, match="--model-type unigram needs the sentencepiece package"):
+    with pytest.raises(ConfigError, match="--model-type unigram requires the sentencepiece package"):
         train_unigram(SOURCE, 900)

@@ -37,7 +37,7 @@ def test_a_lossy_round_trip_reports_the_differences(tmp_path: Path) -> None:
     tokenizer = load(tmp_path, learned("wordpiece"), "BertWordPieceLowerCase", "-vocab.txt")
     found = round_trip(tokenizer, ["def random ( self )", "It is\nA ☃", ""])
     assert (found.documents, found.inexact, found.unknown, found.words) == (3, 1, 1, 9)
-    assert [(one.document, one.place, one.was) for one in found.differences] == [(1, 0, "It is\nA ☃")]
+    assert [(one.document, one.position, one.was) for one in found.differences] == [(1, 0, "It is\nA ☃")]
     assert "unknown: 1 tokens" in found.report()[2] and "2 of 3 documents" in found.report()[4]
     assert "0 of 0 documents" in round_trip(tokenizer, []).report()[4]
 

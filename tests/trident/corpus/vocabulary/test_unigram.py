@@ -21,7 +21,7 @@ def test_the_same_text_gives_the_same_files() -> None:
 
 
 def test_no_text_is_an_error() -> None:
-    with pytest.raises(DataError, match="The input holds no text to learn from"):
+    with pytest.raises(DataError, match="The input has no text to learn from"):
         train_unigram(["", " \n "], 400)
 
 

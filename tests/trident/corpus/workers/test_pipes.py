@@ -23,5 +23,5 @@ def test_stalls_are_reported_at_growing_intervals_with_a_likely_cause(monkeypatc
 
     assert pipes.wait_for(wait, [("worker 1", os.getpid()), ("worker 2", None)])
     assert waited == [60, 60, 120, 240]
-    assert len(heard) == 6 and heard[0].startswith("worker 1 has not answered for 60 seconds. It may have a very long")
+    assert len(heard) == 6 and heard[0].startswith("worker 1 has not responded for 60 seconds. It may be busy")
     assert [text.split()[6] for text in heard] == ["60", "60", "120", "120", "240", "240"]

@@ -13,7 +13,7 @@ import pytest
 from megatron.errors import CheckpointError, DataError, MegatronError
 from trident.corpus.workers.processes import (
     WorkerError,
-    death_of,
+    exit_error,
     failure_message,
     raise_failure,
     start_process,
@@ -52,9 +52,9 @@ def test_the_end_of_a_process_is_described() -> None:
     killed = started(lambda: os.kill(os.getpid(), signal.SIGKILL))
     text = r"^worker 3 was killed by signal 9 \(SIGKILL\); nothing was published\. .* use fewer --num-workers;"
     with pytest.raises(WorkerError, match=text):
-        raise death_of("worker 3", killed, "--num-workers")
-    with pytest.raises(WorkerError, match="worker 4 ended with exit code 5"):
-        raise death_of("worker 4", started(lambda: os._exit(5)))
+        raise exit_error("worker 3", killed, "--num-workers")
+    with pytest.raises(WorkerError, match="worker 4 exited with code 5"):
+        raise exit_error("worker 4", started(lambda: os._exit(5)))
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="processes are not forked here")

@@ -115,7 +115,7 @@ def test_a_continuation_must_fit_the_network(loaded: LoadedModel) -> None:
     assert logprob < 0 and not is_greedy
     with pytest.raises(DataError, match=r"the continuation 'xyz.*the 48 positions of the network"):
         model.loglikelihood([request("", "xyz " * 60)])
-    with pytest.raises(ConfigError, match="renders no chats"):
+    with pytest.raises(ConfigError, match="does not support chats"):
         model.apply_chat_template([])
 
 

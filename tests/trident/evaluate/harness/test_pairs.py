@@ -115,7 +115,7 @@ def test_the_end_of_a_text_is_no_part_of_a_continuation(tmp_path: Path) -> None:
 def test_the_server_gives_the_harness_the_figures_of_the_hf_model(
     begun: tuple[LoadedModel, Path], theirs: Any, tmp_path: Path
 ) -> None:
-    """`local-completions` asks with echo and logprobs, and takes the last token for a generated one.
+    """`local-completions` sends echo and logprobs, and takes the last token for a generated one.
 
     The pair whose text begins with `<s>` is left out: this client puts another one before it, unlike `hf`.
     """

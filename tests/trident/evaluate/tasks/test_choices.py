@@ -1,4 +1,4 @@
-"""What the scores of choices say: credits, ties, mistakes."""
+"""Metrics of choices: credits, ties, mistakes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_each_metric_ranks_in_its_own_way() -> None:
         {"item": "line 2", "acc": 1.0, "half": 1.0},
     )
     (mistake,) = measured.mistakes
-    assert (mistake.place, mistake.context, mistake.expected, mistake.predicted) == ("line 1", "first?", "bb", "a")
+    assert (mistake.source, mistake.context, mistake.expected, mistake.predicted) == ("line 1", "first?", "bb", "a")
 
 
 def test_what_the_question_adds_to_a_choice() -> None:

@@ -48,9 +48,9 @@ def test_both_formats_hold_the_same_questions(folder: Path) -> None:
     text, lines = (list(read_cloze(folder / name)) for name in ("cbt.txt", "cbt.jsonl"))
     assert len(text) == 2
     for one, other in zip(text, lines, strict=True):
-        assert {**vars(one), "place": ""} == {**vars(other), "place": ""}
+        assert {**vars(one), "source": ""} == {**vars(other), "source": ""}
     assert (text[0].before, text[0].after, text[0].answer) == ("The", " was hungry .", 1)
-    assert text[1].place == f"{folder / 'cbt.txt'} line 6"
+    assert text[1].source == f"{folder / 'cbt.txt'} line 6"
 
 
 def test_candidates_are_compared_with_the_rest_of_the_sentence(folder: Path) -> None:
@@ -92,8 +92,8 @@ def test_the_limit_takes_the_first_questions(folder: Path) -> None:
         ("no number\n", "line 1 does not begin with the number of its sentence: 'no number'"),
         ("1 a XXXXX\tb\n", r"line 1 must hold a question, its answer and its candidates .* has 2 of them"),
         ("1 a blank\tb\t\tb|c\n", "line 1: the question must hold XXXXX once"),
-        ("1 a XXXXX\tb\t\tb|b\n", r"line 1: there must be two different candidates or more: \('b', 'b'\)"),
-        ("1 a XXXXX\td\t\tb|c\n", r"line 1: the answer 'd' is not among the candidates \('b', 'c'\)"),
+        ("1 a XXXXX\tb\t\tb|b\n", r"line 1: expected at least two different candidates, got \('b', 'b'\)"),
+        ("1 a XXXXX\td\t\tb|c\n", r"line 1: answer 'd' is not among the candidates \('b', 'c'\)"),
     ],
 )
 def test_a_bad_question_is_named(tmp_path: Path, content: str, says: str) -> None:

@@ -61,7 +61,7 @@ def test_an_answer_ends_at_the_first_stop_text() -> None:
     assert before_stops("abc", ()) == before_stops("abc", ("\n",)) == "abc"
 
 
-def test_figures_mistakes_and_what_is_asked(tmp_path: Path) -> None:
+def test_figures_mistakes_and_prompts(tmp_path: Path) -> None:
     complete, asked = answering(" FOUR!\nNext", " azure", " deep")
     task = ExactMatch(data=write(tmp_path, *ROWS), template="Q: {prompt}\nA:", max_new_tokens=7, folder=tmp_path)
     result = task.run(FakeScorer(), BYTES, None, TaskOptions(complete=complete))
@@ -105,7 +105,7 @@ def test_prompts_are_answered_in_batches(tmp_path: Path) -> None:
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     data = write(tmp_path, {"prompt": "a", "answers": []})
     complete, _ = answering()
-    with pytest.raises(ConfigError, match=r"exact_match:items \(exact_match\) generates text, which is not possible"):
+    with pytest.raises(ConfigError, match=r"exact_match:items \(exact_match\) requires text generation, unavailable"):
         ExactMatch(data=data, folder=tmp_path).run(FakeScorer(), BYTES)
     with pytest.raises(DataError, match=r'line 1: "answers" must be a list of texts, not \[\]'):
         ExactMatch(data=data, folder=tmp_path).run(FakeScorer(), BYTES, None, TaskOptions(complete=complete))

@@ -1,4 +1,4 @@
-"""Descriptions and files of tasks with anything in them give a result or an error that says what is wrong."""
+"""Arbitrary task descriptions and files give a result or an error that names the problem."""
 
 from __future__ import annotations
 

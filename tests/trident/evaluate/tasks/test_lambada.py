@@ -71,7 +71,7 @@ def test_figures_and_mistakes(tmp_path: Path) -> None:
     assert [item["logprob"] for item in result.per_item] == pytest.approx([-hit, -miss, -hit])
     (mistake,) = result.wrong
     assert (mistake.context, mistake.expected, mistake.predicted) == ("I am", " there", " ?????")
-    assert mistake.place == "passages.jsonl line 2"
+    assert mistake.source == "passages.jsonl line 2"
     uniform = result.baselines["uniform"]
     assert uniform["acc"] == pytest.approx((2 * 257**-5 + 257**-6) / 3)
     assert uniform["ppl"] > result.baselines["unigram"]["ppl"] > result.baselines["bigram"]["ppl"]

@@ -1,4 +1,4 @@
-"""Multiple choice: what is asked, the three metrics, and the baselines."""
+"""Multiple choice: queries, the three metrics, and the baselines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flat(tokens: tuple[int, ...]) -> float:
     return -1.0
 
 
-def test_the_questions_that_are_asked(tmp_path: Path) -> None:
+def test_queries(tmp_path: Path) -> None:
     scorer = FakeScorer(max_length=99)
     write(tmp_path, {"question": "Fire?", "choices": ["hot", "cold"], "answer": "A"}, name="shown.jsonl")
     task = MultipleChoice(
@@ -104,8 +104,8 @@ def test_a_bad_question_is_named(tmp_path: Path, row: dict[str, Any], says: str)
 def test_keys_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--template Q: must hold \{question\}"):
         MultipleChoice(data="x", template="Q:")
-    with pytest.raises(ConfigError, match="--few-shot 2 needs --examples"):
+    with pytest.raises(ConfigError, match="--few-shot 2 requires --examples"):
         MultipleChoice(data="x", few_shot=2)
     data = write(tmp_path, *ROWS)
-    with pytest.raises(DataError, match="holds 2 questions, and few_shot is 3"):
+    with pytest.raises(DataError, match="holds 2 questions, but few_shot is 3"):
         MultipleChoice(data=data, few_shot=3, examples=data, folder=tmp_path).run(FakeScorer(), BYTES)

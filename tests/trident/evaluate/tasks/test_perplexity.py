@@ -160,7 +160,7 @@ def test_the_uniform_baseline_has_the_vocabulary_as_perplexity(tmp_path: Path) -
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("abc")
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(ConfigError, match="--window 33 of the task perplexity:text is more than the 32 positions"):
+    with pytest.raises(ConfigError, match="--window 33 of the task perplexity:text exceeds the 32 positions"):
         Perplexity(data="text.txt", window=33, folder=tmp_path).run(FakeScorer(), BYTES)
     with pytest.raises(DataError, match=r"empty\.txt holds no item"):
         Perplexity(data="empty.txt", folder=tmp_path).run(FakeScorer(), BYTES)

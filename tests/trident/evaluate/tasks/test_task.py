@@ -1,4 +1,4 @@
-"""How a task is run: agreement on files, progress, results."""
+"""Running a task: agreement on files, progress, results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.trident.evaluate.fakes import ByteTokenizer, FakeScorer
 from trident.evaluate.baselines import Baselines
 from trident.evaluate.statistics import Estimate
 from trident.evaluate.tasks.lambada import Lambada
-from trident.evaluate.tasks.task import MOST_SHOWN_LETTERS, Measured, TaskOptions, result_of, shown_end
+from trident.evaluate.tasks.task import MOST_SHOWN_LETTERS, TaskMeasurement, TaskOptions, result_of, shown_end
 
 BYTES = ByteTokenizer()
 
@@ -46,8 +46,8 @@ def test_another_ranks_failure_ends_the_task_before_anything_is_scored(tmp_path:
 
 def test_a_result_leaves_out_errors_that_are_not_known() -> None:
     task = Lambada(data="set/items.jsonl")
-    measured = Measured({"acc": Estimate(0.5, 0.1), "ppl": Estimate(3.0, None)})
-    result = result_of(task, measured, 7, {"uniform": Measured({"acc": Estimate(0.1, None)})}, ("a note",))
+    measured = TaskMeasurement({"acc": Estimate(0.5, 0.1), "ppl": Estimate(3.0, None)})
+    result = result_of(task, measured, 7, {"uniform": TaskMeasurement({"acc": Estimate(0.1, None)})}, ("a note",))
     assert (result.name, result.kind, result.count, result.notes) == ("lambada:items", "lambada", 7, ("a note",))
     assert result.figures == {"acc": 0.5, "ppl": 3.0} and result.errors == {"acc": 0.1}
     assert result.baselines == {"uniform": {"acc": 0.1}} and result.baseline_errors == {"uniform": {}}

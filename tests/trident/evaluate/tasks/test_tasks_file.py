@@ -1,4 +1,4 @@
-"""Reading task descriptions: what they may say, and what is said about bad ones."""
+"""Reading tasks files, and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_all_problems_of_a_file_are_shown(tmp_path: Path) -> None:
     problems = failure.value.problems
     assert len(problems) == 6
     assert "task 1: `task` 'lambda' is unknown. Use one of: perplexity, lambada, cloze" in problems[0]
-    assert "task 2 (lambada): the key 'strickt' is not one of its keys. Did you mean \"strict\"?" in problems[1]
-    assert "They are: name, data, train, key, strict." in problems[1]
+    assert "task 2 (lambada): unknown key 'strickt'. Did you mean \"strict\"?" in problems[1]
+    assert "Its keys: name, data, train, key, strict." in problems[1]
     assert 'task 3 (lambada): "strict" must be true or false, not 3' in problems[2]
     assert "task 4 (perplexity): --stride 0 is out of range. It must be at least 1" in problems[3]
     assert "task 5 (perplexity): --data is required" in problems[4]
@@ -64,7 +64,7 @@ def test_all_problems_of_a_file_are_shown(tmp_path: Path) -> None:
         ("- {task: [], data: a}", r"`task` \[\] is unknown"),
         ("- {data: a}", "`task` None is unknown"),
         ("- {task: lambada, data: ''}\n- {task: lambada, data: [}", "is not YAML"),
-        ("- {task: cloze, data: a}\n" * 1001, "holds 1001 tasks; there may be 1000"),
+        ("- {task: cloze, data: a}\n" * 1001, "holds 1001 tasks; the limit is 1000"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, content: str, says: str) -> None:
@@ -85,7 +85,7 @@ def test_a_text_that_nothing_can_encode_is_refused() -> None:
 
 
 def test_rules_between_keys_are_checked() -> None:
-    with pytest.raises(ConfigError, match=r"here \(multiple_choice\): --few-shot 2 needs --examples"):
+    with pytest.raises(ConfigError, match=r"here \(multiple_choice\): --few-shot 2 requires --examples"):
         task_from({"task": "multiple_choice", "data": "a", "few_shot": 2}, Path(), "here")
 
 

@@ -1,4 +1,4 @@
-"""Scores of the network in training: equal in every layout, and training goes on as if nobody had asked."""
+"""Scores of the network in training: equal in every layout, and without effect on training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def some_queries() -> list[Query]:
 
 
 def train_and_score(rank: int, cases: Sequence[tuple[tuple[int, int, int], int]]) -> dict[str, Any]:
-    """By layout and ZeRO stage: the scores before each step, the curve with them, and that of a run without them."""
+    """By layout and ZeRO stage: the scores before each step, and the curves of runs with and without scoring."""
     found = {}
     for layout, stage in cases:
         config = layout_config(RECIPE, layout, stage, [])
@@ -118,7 +118,7 @@ def test_every_layout_and_zero_stage_gives_the_same_scores_and_trains_on(single:
 
 
 class RecordingEngine:
-    """An engine of two pipeline stages and two replicas that records the shapes it is given and knows no answer."""
+    """An engine of two pipeline stages and two replicas that records shapes and returns no scores."""
 
     def __init__(self) -> None:
         self.mesh = ParallelMesh.at(standard_axes(4, pp=2), 0)

@@ -36,7 +36,7 @@ def requests(job: str, count: int, tokens: int = 3, prompt: tuple[int, ...] = (5
 
 
 def run(engine: FakeEngine, *commands: Command, max_running: int = 2) -> list[Arrival]:
-    """What is delivered when the loop finds these commands and is stopped once everything has ended."""
+    """Runs the loop on commands and stops it once everything has ended; returns the deliveries."""
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     for command in commands:
         inbox.put(command)

@@ -82,7 +82,7 @@ def test_a_sequence_that_failed_fails_the_request() -> None:
     assert with_jobs(act) == [Cancel("x", frozenset(["x/0", "x/1"]))]
 
 
-def test_what_is_left_is_cancelled_when_the_request_is_closed() -> None:
+def test_unfinished_sequences_are_cancelled_when_the_request_is_closed() -> None:
     async def act(jobs: Jobs, job: GenerationJob) -> None:
         jobs.arrive([token(0, 7, "stop")])
         assert (await anext(job.tokens()))[0] == 0

@@ -1,4 +1,4 @@
-"""What requests for completions and for chat have in common."""
+"""The common fields of completion and chat requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trident.serve.requests.served_model import ServedModel
 LIMITS = ServerLimits(sequences=6, stop_texts=2, stop_letters=4)
 
 
-def test_the_requests_of_an_ask_cover_every_choice_of_every_prompt() -> None:
+def test_the_engines_requests_cover_every_choice_of_every_prompt() -> None:
     request = GenerationRequest(
         ((1, 2), (3,)), ("", ""), 2, (5, 6), Sampling(seed=9), (), frozenset([7]), top_logprobs=3
     )
@@ -116,7 +116,7 @@ def test_choices_are_counted_over_all_prompts() -> None:
         parsing.read_choices(JsonFields({"n": 7}), 1, LIMITS)
 
 
-def test_what_says_nothing_about_the_answer_is_accepted() -> None:
+def test_fields_without_effect_are_accepted() -> None:
     fields = JsonFields({"user": "me", "metadata": {}, "store": False, "service_tier": "auto"})
     parsing.refuse_rest(fields, {})
     fields.finish()

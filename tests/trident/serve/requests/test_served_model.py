@@ -88,7 +88,7 @@ def test_a_model_without_a_template_continues_texts(loaded: LoadedModel) -> None
 
 
 def test_a_template_needs_its_tokens(loaded: LoadedModel) -> None:
-    with pytest.raises(ConfigError, match=r"--chat-template llama needs the special tokens .*<\|eot_id\|>"):
+    with pytest.raises(ConfigError, match=r"--chat-template llama requires the special tokens .*<\|eot_id\|>"):
         build_served_model(loaded, chat_template="llama")
 
 

@@ -1,7 +1,7 @@
 """Encoders: BERT, with heads for masked tokens and for sentence order, and RoBERTa.
 
-Their norms follow the residual additions. RoBERTa has one token type and one head, and counts positions from the id of
-the padding token.
+Norms follow the residual additions. RoBERTa has one token type and one head, and counts positions from the id of the
+padding token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from trident.convert.hugging_face.table.tensors import (
 _BOTH_HEADS, _ONE_HEAD = "BertForPreTraining", "BertForMaskedLM"
 _ORDER_HEAD = "cls.seq_relationship.weight"
 
-# What all of BERT's relatives have.
+# Fields of all encoders.
 ENCODER_FIELDS: tuple[FieldRule, ...] = (
     constant(
         bidirectional=True,
@@ -62,12 +62,12 @@ ENCODER_FIELDS: tuple[FieldRule, ...] = (
 
 
 def encoder_tensors(prefix: str, transform: tuple[str, str], bias: str) -> tuple[TensorMapping, ...]:
-    """The tensors that all of BERT's relatives have, without the positions.
+    """The tensors of all encoders, without positions.
 
     Args:
-        prefix: what the names of the encoder begin with.
+        prefix: name prefix of the encoder.
         transform: names of the dense layer and the norm before the output matrix.
-        bias: the name of the bias of each vocabulary entry.
+        bias: the name of the output bias.
     """
     layer = prefix + "encoder.layer.{layer}."
     query, key, value = (f"{layer}attention.self.{name}" for name in ("query", "key", "value"))
@@ -88,20 +88,20 @@ def encoder_tensors(prefix: str, transform: tuple[str, str], bias: str) -> tuple
 
 
 def check_masked_head(names: Collection[str], transform: str, architecture: str) -> None:
-    """Checks that the stored tensors have the head of masked tokens, by the name of its dense layer.
+    """Checks that the stored tensors include the masked LM head, by the name of its dense layer.
 
     Raises:
-        ConversionError: they are an encoder alone, or one with another head.
+        ConversionError: the encoder has no head, or another one.
     """
     if f"{transform}.weight" not in names:
         raise ConversionError(
-            f"the weights have no {transform}, the head that predicts masked tokens: this is an encoder alone, or one "
-            f"for another task. Take a model that was saved as {architecture}."
+            f"the weights have no {transform}, the masked LM head: this is an encoder without a head, or for "
+            f"another task. Use a model that was saved as {architecture}."
         )
 
 
 def _with_heads(model: ModelConfig, names: Collection[str]) -> ModelConfig:
-    """Published models name the one head and hold both."""
+    # Published models name one head and contain both.
     check_masked_head(names, _TRANSFORM, _ONE_HEAD)
     return dataclasses.replace(model, sentence_order_head=_ORDER_HEAD in names)
 

@@ -48,9 +48,9 @@ BLOOM = Family(
         same("attention_dropout", "attention_dropout", 0.0),
         same("init_method_std", "initializer_range", 0.02),
         tied_head(default=True),
-        # Others are bugs of the first training code, which its own files never have on.
+        # Other values reproduce bugs of the first training code; published files never set them.
         only("skip_bias_add_qkv", False, is_written=False),
-        # How products were once split, and what was fused: rounding only.
+        # Former splits of products, and fusions: rounding only.
         irrelevant("pretraining_tp", "slow_but_exact", "attention_softmax_in_fp32", "bias_dropout_fusion"),
         irrelevant("masked_softmax_fusion", "offset_alibi", "skip_bias_add", "unk_token_id"),
     ),
@@ -58,7 +58,7 @@ BLOOM = Family(
         matrix("embedding.word_embeddings.weight", "transformer.word_embeddings.weight"),
         *norm("embedding.word_embeddings_layernorm", "transformer.word_embeddings_layernorm"),
         *norm(OUR_LAYER + "input_layernorm", _THEIRS + "input_layernorm"),
-        # Theirs is [heads, 3, d] x h, as ours.
+        # [heads, 3, d] x h on both sides.
         *linear(OUR_LAYER + "self_attention.linear_qkv", _THEIRS + "self_attention.query_key_value"),
         *linear(OUR_LAYER + "self_attention.linear_proj", _THEIRS + "self_attention.dense"),
         *norm(OUR_LAYER + "pre_mlp_layernorm", _THEIRS + "post_attention_layernorm"),

@@ -1,10 +1,10 @@
-"""DeepSeek V2 and V3: latent attention, and routed experts beside shared ones in all layers but the first few.
+"""DeepSeek V2 and V3: latent attention, routed and shared experts in all layers except the first few.
 
-V2 weighs experts by their probabilities, V3 by sigmoids, and chooses them by these with a bias that follows their load.
+V2 weights experts by their probabilities, V3 by sigmoids, selected with a load-dependent bias.
 Kimi K2 and other models with V3's architecture have its `model_type`.
 
-The norms of the latents have an epsilon of their own, which no field says. V3's files may have a further layer that
-predicts a second token; `transformers` ignores it, and so does an import.
+The norms of the latents have a fixed epsilon without a field. V3's files may have a layer for multi-token prediction,
+which `transformers` and an import ignore.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _read_query_rank(entries: Entries, fields: Mapping[str, Any]) -> dict[str, A
 
 
 def _shared_experts(default: int, default_width: int) -> FieldRule:
-    """The rule for the shared experts, which are one network as wide as all of them."""
+    """The rule for the shared experts, which are one network with their total width."""
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         width, count = entries.take("moe_intermediate_size", default_width), entries.take("n_shared_experts", default)
@@ -74,7 +74,7 @@ def _shared_experts(default: int, default_width: int) -> FieldRule:
 
 
 def _expert_layers(default: int) -> FieldRule:
-    """The rule for the first layers, which are dense."""
+    """The rule for the dense first layers."""
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         entries.check_only("moe_layer_freq", (1,))
@@ -90,25 +90,25 @@ def _expert_layers(default: int) -> FieldRule:
     return FieldRule(read, write)
 
 
-def _groups(scored: int, limited: str, unlimited: str, usual: tuple[int | None, int | None]) -> FieldRule:
+def _groups(scored: int, limited: str, unlimited: str, defaults: tuple[int | None, int | None]) -> FieldRule:
     """The rule for groups of experts.
 
     Args:
-        scored: how many experts of a group count for it.
-        limited: the method that goes by groups.
-        unlimited: the one that does not, or that of a single group.
-        usual: the groups, and those that a token may choose from, of a file that does not say.
+        scored: number of best experts whose scores rank a group.
+        limited: the method with groups.
+        unlimited: the method without groups, or with one.
+        defaults: numbers of groups, and of groups per token.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         entries.check_only("topk_method", (limited, unlimited))
         is_limited = entries.take("topk_method", unlimited) == limited
-        groups, chosen = entries.take("n_group", usual[0]), entries.take("topk_group", usual[1])
+        groups, selected = entries.take("n_group", defaults[0]), entries.take("topk_group", defaults[1])
         if groups in (None, 1) or not is_limited:
             return {"moe_router_num_groups": None}
         return {
             "moe_router_num_groups": groups,
-            "moe_router_group_topk": chosen,
+            "moe_router_group_topk": selected,
             "moe_router_group_scored_experts": scored,
         }
 
@@ -123,7 +123,7 @@ def _groups(scored: int, limited: str, unlimited: str, usual: tuple[int | None, 
     return FieldRule(read, write)
 
 
-# What V2 and V3 have in common.
+# Fields of both V2 and V3.
 _FIELDS: tuple[FieldRule, ...] = (
     *(rule for rule in SHARED_FIELDS if rule.names[0] != "kv_channels"),
     constant(multi_latent_attention=True, qk_layernorm=True, latent_layernorm_epsilon=_LATENT_EPSILON),

@@ -1,8 +1,8 @@
-"""Gemma 2 and 3: zero-centred norms before and after the branches, windows in most layers, scaled embeddings.
+"""Gemma 2 and 3: zero-centered norms before and after the branches, windows in most layers, scaled embeddings.
 
-The embedding is multiplied by the square root of its width, and scores are scaled by a number of their own. Gemma 2
-has soft caps. Gemma 3 has normalized queries and keys in their place, and layers with a window rotate with a base of
-their own and without scaling. Of models that also take images, the text model is read.
+The embedding is multiplied by the square root of its width, and the scale of scores is a field. Gemma 2 has soft caps.
+Gemma 3 normalizes queries and keys instead, and layers with a window have another rotary base without scaling. Of
+multimodal models, the text model is read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _write_scales(model: ModelConfig) -> dict[str, Any]:
     return {"query_pre_attn_scalar": model.kv_channels if scale is None else round(scale**-2)}
 
 
-# What Gemma 2 and 3 share; their classes have a default for every size, and published files leave out many.
+# Fields of both; their classes have defaults for all sizes, and published files omit many.
 GEMMA_FIELDS: tuple[FieldRule, ...] = (
     constant(
         normalization="RMSNorm",
@@ -75,7 +75,7 @@ GEMMA_FIELDS: tuple[FieldRule, ...] = (
     FieldRule(_read_scales, _write_scales),
     only("use_bidirectional_attention", False, is_written=False),
     tied_head(default=True),
-    # `hidden_act` is an older name that the network does not read.
+    # `hidden_act` is an older, unused name.
     irrelevant("hidden_act", "cache_implementation"),
 )
 SANDWICH_NORM_TENSORS: tuple[TensorMapping, ...] = (
@@ -125,7 +125,7 @@ GEMMA3 = Family(
         *GEMMA_FIELDS,
         constant(qk_layernorm=True, qk_layernorm_scope="head"),
         same("output_logit_softcap", "final_logit_softcapping", None),
-        irrelevant("attn_logit_softcapping"),  # a field that the network does not read
+        irrelevant("attn_logit_softcapping"),  # unused
         rotations_by_window(1_000_000.0, 10_000.0, windowed_name="rope_local_base_freq"),
         layered_window(period=6),
     ),

@@ -38,7 +38,7 @@ GPT2 = Family(
         tied_head(default=True),
         only("scale_attn_weights", True),
         only("scale_attn_by_inverse_layer_idx", False),
-        only("reorder_and_upcast_attn", False, True),  # changes rounding in half precision only
+        only("reorder_and_upcast_attn", False, True),  # only affects rounding in half precision
         irrelevant("n_ctx", "embd_pdrop"),
         irrelevant(
             "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"
@@ -48,7 +48,7 @@ GPT2 = Family(
         matrix("embedding.word_embeddings.weight", "transformer.wte.weight"),
         matrix("embedding.position_embeddings.weight", "transformer.wpe.weight"),
         *norm(OUR_LAYER + "input_layernorm", "transformer.h.{layer}.ln_1"),
-        # Ours [heads, 3, d, h]; theirs [h, 3 x heads x d]: first all queries, then all keys, then all values.
+        # Ours [heads, 3, d, h]; theirs [h, 3 x heads x d]: all queries, then all keys, then all values.
         TensorMapping(
             f"{_QKV}.weight", (MappedPart("transformer.h.{layer}.attn.c_attn.weight", order=(3, 1, 0, 2), columns=3),)
         ),

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: LayerNorm, partial rotation, branches in parallel or one after the other, a head of its own."""
+"""GPT-NeoX and Pythia: LayerNorm, partial rotary embedding, parallel or sequential branches, an untied head."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GPT_NEOX = Family(
     tensors=(
         matrix("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight"),
         *norm(OUR_LAYER + "input_layernorm", _THEIRS + "input_layernorm"),
-        # Theirs is [heads, 3, d] x h, as ours.
+        # [heads, 3, d] x h on both sides.
         *linear(OUR_LAYER + "self_attention.linear_qkv", _THEIRS + "attention.query_key_value"),
         *linear(OUR_LAYER + "self_attention.linear_proj", _THEIRS + "attention.dense"),
         *norm(OUR_LAYER + "pre_mlp_layernorm", _THEIRS + "post_attention_layernorm"),

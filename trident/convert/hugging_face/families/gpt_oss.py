@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, windows in every second block, and experts with biases and a limited gate."""
+"""gpt-oss: attention sinks, windows in every second block, and experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trident.convert.hugging_face.table.tensors import OUR_LAYER, stacked_expert
 from trident.convert.hugging_face.table.windows import layered_window
 
 _THETA = 150000.0
-_USUAL_ROTATION = {
+_DEFAULT_ROPE = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
@@ -37,12 +37,11 @@ _USUAL_ROTATION = {
 def _read_rotation(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if entries.has("rope_parameters") or entries.has("rope_scaling"):
         return rope_fields(_THETA).read(entries, fields)
-    parameters = {**_USUAL_ROTATION, "rope_theta": entries.take("rope_theta", _THETA)}
+    parameters = {**_DEFAULT_ROPE, "rope_theta": entries.take("rope_theta", _THETA)}
     return {"position_embedding_type": "rope", **read_parameters(parameters, "rope_parameters", fields)}
 
 
 def _check_quantization(entries: Entries, fields: Mapping[str, Any]) -> None:
-    """That of the published weights, which are read as bfloat16."""
     given = entries.take("quantization_config", {})
     if given and (not isinstance(given, Mapping) or given.get("quant_method") != "mxfp4"):
         why = "is supported only as mxfp4; dequantize the model with transformers and save it"
@@ -64,10 +63,10 @@ GPT_OSS = Family(
         same("moe_aux_loss_coeff", "router_aux_loss_coef", 0.001),
         attention_biases(default=True),
         constant(softmax_type="learnable", moe_router_pre_softmax=False, moe_router_bias=True, moe_mlp_bias=True),
-        only("hidden_act", "silu"),  # which is not what its experts compute
+        only("hidden_act", "silu"),  # not the activation of its experts
         constant(activation_function="quick_gelu", glu_linear_offset=1.0),
         same("activation_func_clamp_value", "swiglu_limit", 7.0),
-        only("attention_dropout", 0.0),  # which attention with sinks does not have
+        only("attention_dropout", 0.0),  # not supported with sinks
         only("swiglu_alpha", 1.702, is_written=False),
         FieldRule(_read_rotation, rope_fields(_THETA).write),
         layered_window(2, default=128),

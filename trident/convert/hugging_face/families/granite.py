@@ -1,4 +1,4 @@
-"""Granite 3: Llama with factors of the embedding, the branches, the scores and the logits."""
+"""Granite 3: Llama with multipliers of the embedding, the branches, the scores and the logits."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from trident.convert.hugging_face.table.tensors import (
 
 THEIR_LAYER = "model.layers.{layer}."
 
-# Sizes, norms and the gated activation, which have the same names in most families.
+# Sizes, norms and the gated activation, with the same names in most families.
 SHARED_FIELDS: tuple[FieldRule, ...] = (
     constant(normalization="RMSNorm", gated_linear_unit=True, hidden_dropout=0.0),
     same("vocab_size", "vocab_size"),
@@ -47,7 +47,7 @@ SHARED_FIELDS: tuple[FieldRule, ...] = (
     same("init_method_std", "initializer_range", 0.02),
 )
 
-# What all of these families name alike: the embedding, the final norm and the head.
+# The embedding, the final norm and the head, with the same names in these families.
 OUTER_TENSORS: tuple[TensorMapping, ...] = (
     matrix("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
     *norm("decoder.final_layernorm", "model.norm"),
@@ -85,7 +85,7 @@ LLAMA = Family(
         attention_biases(),
         same("mlp_bias", "mlp_bias", False),
         tied_head(default=False),
-        only("pretraining_tp", 1, 2, 4, 8),  # how the products were once split; the result is the same
+        only("pretraining_tp", 1, 2, 4, 8),  # former split of the products; same result
         irrelevant("max_sequence_length"),
     ),
     tensors=(*OUTER_TENSORS, *ATTENTION_TENSORS, *FEED_FORWARD_TENSORS, *PRE_NORM_TENSORS),

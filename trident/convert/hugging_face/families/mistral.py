@@ -1,4 +1,4 @@
-"""Mistral: Llama without biases, with a sliding window in all layers; Mixtral: the same with experts in every layer."""
+"""Mistral: Llama without biases, with a sliding window in all layers; Mixtral: with experts in every layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""OLMo 2 and 3: no norms before the branches but after them, queries and keys normalized over the width of all heads.
+"""OLMo 2 and 3: norms after the branches instead of before, queries and keys normalized over all heads.
 
-OLMo 3 has windows in three of four layers, which rotate without the scaling of the others.
+OLMo 3 has windows in three of four layers, whose rotary embedding is not scaled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trident.convert.hugging_face.table.rope import rope_fields
 from trident.convert.hugging_face.table.tensors import OUR_LAYER, norm
 from trident.convert.hugging_face.table.windows import layered_window, rotations_by_window
 
-# What both share.
+# Fields of both.
 _FIELDS: tuple[FieldRule, ...] = (
     *SHARED_FIELDS,
     same("layernorm_epsilon", "rms_norm_eps", 1e-5),

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4-mini: fused tensors, rotation of a part of each head, frequencies for short and for long contexts."""
+"""Phi-3 and Phi-4-mini: fused tensors, partial rotary embedding, frequencies for short and long contexts."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _GATE_AND_UP = THEIR_LAYER + "mlp.gate_up_proj"
 
 
 def _read_rotation(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-    merged, place = merged_parameters(entries, "rope_theta", "partial_rotary_factor")
+    merged, name = merged_parameters(entries, "rope_theta", "partial_rotary_factor")
     kind = merged.get("rope_type", "default")
-    if kind == "yarn":  # in this family an older word for longrope
+    if kind == "yarn":  # an older name for longrope in this family
         merged["rope_type"] = "longrope"
     elif kind not in ("default", "su", "longrope"):
-        raise entries.refused(place, kind, "is supported only as longrope")
-    usual = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, _ORIGINAL: 4096}
-    return {"position_embedding_type": "rope", **read_parameters({**usual, **merged}, place, fields)}
+        raise entries.refused(name, kind, "is supported only as longrope")
+    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0, _ORIGINAL: 4096}
+    return {"position_embedding_type": "rope", **read_parameters({**defaults, **merged}, name, fields)}
 
 
 def _write_rotation(model: ModelConfig) -> dict[str, Any]:
     written = dict(rope_fields(default_percent=1.0).write(model))
     written[_ORIGINAL] = model.original_context
-    if written.get("rope_scaling") is not None:  # older versions allow no other keys
+    if written.get("rope_scaling") is not None:  # older versions reject other keys
         allowed = ("type", "short_factor", "long_factor", "attention_factor")
         written["rope_scaling"] = {key: value for key, value in written["rope_scaling"].items() if key in allowed}
     return written

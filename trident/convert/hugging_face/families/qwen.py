@@ -1,8 +1,7 @@
-"""Qwen 2 to 3: Llama with a sliding window from some layer on, and biases or norms of queries and keys.
+"""Qwen 2 to 3: Llama with a sliding window in later layers, and biases or norms of queries and keys.
 
-Qwen 2 and 2.5 have biases of queries, keys and values. Qwen 3 normalizes queries and keys within each head, whose width
-is a number of its own; it has a form with experts in all or some layers, whose weights sum to one or are left as they
-are.
+Qwen 2 and 2.5 have biases of queries, keys and values. Qwen 3 normalizes queries and keys within each head and sets the
+head size explicitly; its MoE variant has experts in all or some layers, with or without normalized weights.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     fields=(
         *SHARED_FIELDS,
-        constant(add_bias_linear=False, add_qkv_bias=True),  # no field says so
+        constant(add_bias_linear=False, add_qkv_bias=True),  # without a field
         rope_fields(),
         switched_window(),
         tied_head(default=False),

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama in which every fourth block does not rotate queries and keys."""
+"""SmolLM3: Llama without rotary embedding in every fourth block."""
 
 from __future__ import annotations
 

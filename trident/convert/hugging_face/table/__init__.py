@@ -1,1 +1,1 @@
-"""What a family's table is made of: rules for fields, rules for tensors, and the family that holds them."""
+"""Components of a family's table: rules for fields and tensors, and the family itself."""

@@ -1,7 +1,7 @@
-"""How fields of a `config.json` correspond to fields of the architecture: rules that read and write.
+"""Bidirectional rules between fields of a `config.json` and fields of the architecture.
 
-Every field of a `config.json` is read by a rule, known to be irrelevant, or refused with its value, because a field
-that is ignored may change the logits.
+Every field of a `config.json` is read by a rule, declared irrelevant, or rejected with its value: an ignored field may
+change the logits.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron.config import ModelConfig
 from megatron.config.flags.fields import flags_of
 from megatron.errors import ConversionError
 
-REQUIRED: Any = object()  # in place of a default
+REQUIRED: Any = object()  # marks a field without default
 
-# Fields of every family that say nothing about the network: how texts are generated, who wrote the file.
+# Fields of every family that do not describe the network, such as generation settings.
 IRRELEVANT_EVERYWHERE = frozenset(
     """
     model_type architectures _name_or_path name_or_path transformers_version torch_dtype dtype use_cache auto_map
@@ -33,27 +33,31 @@ IRRELEVANT_EVERYWHERE = frozenset(
     unsloth_fixed unsloth_version
     """.split()  # noqa: SIM905 (one name a line would take sixty)
 )
-# Fields of every family that must have their usual value.
-_USUAL_EVERYWHERE: Mapping[str, Any] = {"is_encoder_decoder": False, "is_decoder": False, "add_cross_attention": False}
+# Fields of every family that must have their default.
+_DEFAULT_EVERYWHERE: Mapping[str, Any] = {
+    "is_encoder_decoder": False,
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
 
 
 class Entries:
-    """The fields of a `config.json`, or of an object in it: each is handed out and counted as read.
+    """The fields of a `config.json`, or of an object in it; tracks the fields that were read.
 
     Args:
-        place: what comes before the names in error texts, such as "rope_parameters.".
+        prefix: prefix of the names in error messages, such as "rope_parameters.".
     """
 
-    def __init__(self, values: Mapping[str, Any], place: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
         self._values = values
         self._read: set[str] = set()
-        self._place = place
+        self._prefix = prefix
 
     def take(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a field, or the default where it is absent or null.
+        """The value of a field, or the default if it is missing or null.
 
         Raises:
-            ConversionError: it is absent and has no default.
+            ConversionError: it is missing and has no default.
         """
         self._read.add(name)
         value = self._values.get(name)
@@ -61,7 +65,7 @@ class Entries:
             return value
         if default is REQUIRED:
             raise ConversionError(
-                f"config.json has no {self._place}{name}, which this family needs. Take the config.json that was "
+                f"config.json has no {self._prefix}{name}, which this family requires. Use the config.json that was "
                 "published with the weights."
             )
         return default
@@ -69,10 +73,10 @@ class Entries:
     def positive(
         self, name: str, default: Any, kinds: tuple[type, ...] = (int, float), what: str = "a positive number"
     ) -> Any:
-        """The value of a field that must be above 0 where it is there.
+        """The value of a field that must be positive if present.
 
         Raises:
-            ConversionError: it is not, or of another kind.
+            ConversionError: it is not positive, or has another type.
         """
         value = self.take(name, default)
         if value is not None and (type(value) not in kinds or value <= 0):
@@ -80,27 +84,27 @@ class Entries:
         return value
 
     def is_null(self, name: str) -> bool:
-        """Whether a field is there and null, which some families tell from an absent one."""
+        """True if a field is present and null, which some families distinguish from a missing field."""
         return name in self._values and self._values[name] is None
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null; does not count as reading it."""
+        """True if a field is present and not null; does not mark it as read."""
         return self._values.get(name) is not None
 
     def inner(self, name: str) -> Entries | None:
-        """The fields of an object; None if it is absent or null.
+        """The fields of an object; None if it is missing or null.
 
         Raises:
             ConversionError: it is something else.
         """
         self._read.add(name)
-        return Entries(self.object(name), f"{self._place}{name}.") if self.has(name) else None
+        return Entries(self.object(name), f"{self._prefix}{name}.") if self.has(name) else None
 
     def object(self, name: str) -> Mapping[str, Any]:
         """The value of a field that must be an object.
 
         Raises:
-            ConversionError: it is absent, or something else.
+            ConversionError: it is missing, or something else.
         """
         value = self.take(name)
         if not isinstance(value, Mapping):
@@ -108,14 +112,14 @@ class Entries:
         return value
 
     def skip(self, *names: str) -> None:
-        """Counts fields as read that do not matter."""
+        """Marks irrelevant fields as read."""
         self._read.update(names)
 
     def check_only(self, name: str, allowed: Sequence[Any], default: Any = None) -> None:
-        """Checks that a field is absent or has one of the values that can be expressed.
+        """Checks that a field is missing or has a supported value.
 
         Raises:
-            ConversionError: it has another one.
+            ConversionError: it has another value.
         """
         value = self.take(name, default)
         if value is not None and value not in allowed:
@@ -123,33 +127,33 @@ class Entries:
             raise self.refused(name, value, f"is supported only as {shown}")
 
     def refused(self, name: str, value: Any, why: str) -> ConversionError:
-        """The error for a value that cannot be expressed."""
+        """The error for an unsupported value."""
         shown = json.dumps(value, default=str)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        return ConversionError(f'config.json has "{self._place}{name}": {shown}, which {why}.')
+        return ConversionError(f'config.json has "{self._prefix}{name}": {shown}, which {why}.')
 
     def check_all_read(self) -> None:
-        """Checks that nothing is left that no rule knows; null says nothing.
+        """Checks that all fields were read or are null.
 
         Raises:
             ConversionError: a field is unknown.
         """
         for name, value in self._values.items():
             if name not in self._read and value is not None:
-                why = "no rule of this family knows; remove it from the file if the logits do not depend on it"
-                if name == "quantization_config":  # without the key the stored numbers would be taken for weights
-                    why = "says that the weights are quantized; dequantize the model with transformers and save it"
+                why = "is unknown in this family; remove it from the file if the logits do not depend on it"
+                if name == "quantization_config":  # without it, quantized numbers would be read as weights
+                    why = "means that the weights are quantized; dequantize the model with transformers and save it"
                 raise self.refused(name, value, why)
 
 
 @dataclass(frozen=True)
 class FieldRule:
-    """How some fields correspond, in both directions.
+    """A correspondence of fields in both directions.
 
     Args:
-        read: our fields, from theirs and from our fields that earlier rules have read; None if it only checks theirs.
-        write: their fields, from ours; what is not written is noticed when the result is read back.
-        names: our name and theirs, where the rule is about one field with two names.
+        read: returns our fields, from theirs and our fields read so far; None if it only checks.
+        write: returns their fields; missing ones are detected when the result is read back.
+        names: our name and theirs, for a rule of a single field.
     """
 
     read: Callable[[Entries, Mapping[str, Any]], Mapping[str, Any] | None]
@@ -160,32 +164,32 @@ class FieldRule:
 def same(
     ours: str, theirs: str, default: Any | Callable[[Mapping[str, Any]], Any] = REQUIRED, also: tuple[str, ...] = ()
 ) -> FieldRule:
-    """A field that both have, by different names.
+    """A field with the same values under two names.
 
     Args:
-        default: their value where the field is absent or null: a value, or a function of our fields read so far.
-        also: other names of the same field in some files; one of the names is given.
+        default: their value if the field is missing or null: a value, or a function of our fields read so far.
+        also: alternative names of the field in some files.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        usual = default(fields) if callable(default) else default
+        fallback = default(fields) if callable(default) else default
         for name in also:
-            usual = entries.take(name, usual)
-        value = entries.take(theirs, usual)
-        wanted = _OUR_TYPES.get(ours, int)
-        if value is not None and (type(value), wanted) not in ((wanted, wanted), (int, float)):
-            raise entries.refused(theirs, value, f"should be {_TYPE_WORDS[wanted]}")
-        return {ours: float(value) if wanted is float and value is not None else value}
+            fallback = entries.take(name, fallback)
+        value = entries.take(theirs, fallback)
+        expected = _OUR_TYPES.get(ours, int)
+        if value is not None and (type(value), expected) not in ((expected, expected), (int, float)):
+            raise entries.refused(theirs, value, f"should be {_TYPE_NAMES[expected]}")
+        return {ours: float(value) if expected is float and value is not None else value}
 
     return FieldRule(read, lambda model: {theirs: getattr(model, ours)}, (ours, theirs))
 
 
 def mapped(ours: str, theirs: str, pairs: Sequence[tuple[Any, Any]], default: Any = REQUIRED) -> FieldRule:
-    """A field that both have, with other words for its values.
+    """A field with different values on both sides.
 
     Args:
-        pairs: (their value, our value); where ours comes twice, the first is written.
-        default: their value where the field is absent or null.
+        pairs: (their value, our value); of several pairs with our value, the first is written.
+        default: their value if the field is missing or null.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -204,12 +208,12 @@ def mapped(ours: str, theirs: str, pairs: Sequence[tuple[Any, Any]], default: An
 
 
 def constant(**values: Any) -> FieldRule:
-    """Our fields that have one value in this family; nothing in `config.json` says so."""
+    """Our fields with a fixed value in this family, independent of `config.json`."""
     return FieldRule(lambda entries, fields: values)
 
 
 def only(theirs: str, *allowed: Any, is_written: bool = True) -> FieldRule:
-    """Their field that must have one of these values (or be absent); the first is written, unless absence says it."""
+    """Their field that must be missing or have one of these values; the first is written if `is_written`."""
     return FieldRule(
         lambda entries, fields: entries.check_only(theirs, allowed),
         lambda model: {theirs: allowed[0]} if is_written else {},
@@ -217,12 +221,12 @@ def only(theirs: str, *allowed: Any, is_written: bool = True) -> FieldRule:
 
 
 def irrelevant(*theirs: str) -> FieldRule:
-    """Their fields that do not change the logits; they are not written."""
+    """Their fields that do not change the logits; never written."""
     return FieldRule(lambda entries, fields: entries.skip(*theirs))
 
 
 def tied_head(default: bool) -> FieldRule:
-    """The rule for `tie_word_embeddings`; `default` is the family's value where the field is absent."""
+    """The rule for `tie_word_embeddings`; `default` is the family's value if the field is missing."""
     return mapped("untie_embeddings_and_output_weights", "tie_word_embeddings", ((True, False), (False, True)), default)
 
 
@@ -230,8 +234,8 @@ def attention_biases(default: bool = False, *, elsewhere: bool = False) -> Field
     """The rule for `attention_bias`: the biases of queries, keys, values and output.
 
     Args:
-        default: the family's value where the field is absent.
-        elsewhere: whether the other matrices have biases.
+        default: the family's value if the field is missing.
+        elsewhere: the other matrices have biases.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,7 +245,7 @@ def attention_biases(default: bool = False, *, elsewhere: bool = False) -> Field
     return FieldRule(read, lambda model: {"attention_bias": model.add_qkv_bias})
 
 
-# (their name, our name); where a family writes another word for one, it has its own pairs.
+# (their name, our name); families that write other names have their own pairs.
 ACTIVATION_NAMES: tuple[tuple[str, str], ...] = (
     ("silu", "silu"),
     ("swish", "silu"),
@@ -256,15 +260,15 @@ ACTIVATION_NAMES: tuple[tuple[str, str], ...] = (
 
 
 def read_fields(rules: Sequence[FieldRule], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields of the architecture, from a `config.json`.
+    """Reads the fields of the architecture from a `config.json`.
 
     Raises:
-        ConversionError: a field is missing, unknown, or has a value that cannot be expressed.
+        ConversionError: a field is missing, unknown or has an unsupported value.
     """
     entries = Entries(config)
     entries.skip(*IRRELEVANT_EVERYWHERE)
-    for name, usual in _USUAL_EVERYWHERE.items():
-        entries.check_only(name, (usual,))
+    for name, default in _DEFAULT_EVERYWHERE.items():
+        entries.check_only(name, (default,))
     fields: dict[str, Any] = {}
     for rule in rules:
         fields.update(rule.read(entries, fields) or {})
@@ -273,12 +277,12 @@ def read_fields(rules: Sequence[FieldRule], config: Mapping[str, Any]) -> dict[s
 
 
 def write_fields(rules: Sequence[FieldRule], model: ModelConfig) -> dict[str, Any]:
-    """The fields of a `config.json`, from our architecture."""
+    """The fields of a `config.json` for an architecture."""
     written: dict[str, Any] = {}
     for rule in rules:
         written.update(rule.write(model))
     return {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}
 
 
-_TYPE_WORDS: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES: Mapping[type, str] = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 _OUR_TYPES: Mapping[str, type] = {flag.field: flag.element for flag in flags_of(ModelConfig) if not flag.is_tuple}

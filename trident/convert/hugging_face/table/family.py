@@ -1,4 +1,4 @@
-"""A family of models: the table of its fields and tensors, which both directions use, and what else its files hold."""
+"""A model family: the table of its fields and tensors, used in both directions, and properties of its files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.errors import ConfigError, ConversionError
 from trident.convert.hugging_face.table.config_fields import Entries, FieldRule, read_fields, write_fields
 from trident.convert.hugging_face.table.tensors import TensorMapping
 
-_NEAR, _FAR = 3, 1000  # distances of families whose lost fields cannot be counted
+_NEAR, _FAR = 3, 1000  # distances for obstacles without countable fields
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a family cannot express an architecture: a sentence, and how many fields would be lost."""
+    """The reason why a family cannot express an architecture, and the number of lost fields."""
 
     distance: int
     text: str
@@ -29,26 +29,23 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: everything that is said about it, once for both directions; defaults are Llama's names.
+    """A model family, for both directions; defaults are Llama's names.
 
     Args:
         model_type: the value of `model_type` in its `config.json`.
-        architecture: the class that `architectures` names.
-        fields: how fields correspond; applied in this order.
-        tensors: how tensors correspond; at most one rule for each tensor of ours.
-        ignored_tensors: names of stored buffers that follow from the configuration; `{layer}` stands for a number, and
-            a name that ends with a dot for all that begin with it.
-        later_layers: what the names of further layers begin with, which some files have after the network's; `{layer}`
-            stands for their number.
-        optional_prefix: what the names in `tensors` begin with and some published files leave out.
-        head: the name of the output matrix; files of models whose head is tied may hold a copy of the embedding there.
-        embedding: the name of the embedding.
-        text_field: in models that also take other inputs than text, the field whose object describes the network;
-            such a family is only read.
-        older_endings: endings of the names of tensors in older files, and what they are now.
-        copies: tensors that some files hold a second time under another name, and which ones they are copies of.
-        padding_id: the id that the padding token must have, since positions are counted from it.
-        with_heads: corrects what `config.json` says about heads by the names of the stored tensors.
+        architecture: the class in `architectures`.
+        fields: field rules, applied in this order.
+        tensors: tensor rules, at most one per tensor of ours.
+        ignored_tensors: names of stored buffers; `{layer}` is any number, a trailing dot matches any suffix.
+        later_layers: name prefix of additional layers after the network's in some files; `{layer}` is their number.
+        optional_prefix: prefix of the names in `tensors` that some published files omit.
+        head: name of the output matrix; with a tied head, a copy of the embedding.
+        embedding: name of the embedding.
+        text_field: for multimodal models, the field of the text network; such a family is only imported.
+        older_endings: name suffixes in older files, and their present ones.
+        copies: (copy, original) of tensors that some files store twice.
+        padding_id: the required id of the padding token, from which positions are counted.
+        with_heads: corrects the heads of a `config.json` by the names of the stored tensors.
     """
 
     model_type: str
@@ -70,10 +67,10 @@ class Family:
     with_heads: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda model, names: model
 
     def read_config(self, config: Mapping[str, Any]) -> ModelConfig:
-        """The architecture that a `config.json` describes.
+        """The architecture of a `config.json`.
 
         Raises:
-            ConversionError: a field is missing, unknown, or has a value that cannot be expressed.
+            ConversionError: a field is missing, unknown or has an unsupported value.
         """
         if self.text_field:
             config = Entries(config).object(self.text_field)
@@ -82,7 +79,7 @@ class Family:
             return checked_model(ModelConfig(**fields, padded_vocab_size=fields["vocab_size"]))
         except ConfigError as failure:
             raise ConversionError(
-                f"config.json describes a network that cannot be built: {failure} Take the config.json that was "
+                f"config.json describes a network that cannot be built: {failure} Use the config.json that was "
                 "published with the weights."
             ) from failure
 
@@ -98,13 +95,13 @@ class Family:
         return self._written(model)
 
     def obstacle(self, model: ModelConfig, written: Mapping[str, Any] | None = None) -> Obstacle | None:
-        """What stands in the way of expressing an architecture; None if nothing does.
+        """The obstacle to expressing an architecture, if any.
 
         Args:
-            written: the fields of the `config.json`; None for those that the rules give.
+            written: the fields of the `config.json`; None to write them by the rules.
         """
         if self.text_field:
-            return Obstacle(_FAR, "it has parts for other inputs than text, which a checkpoint of ours does not have.")
+            return Obstacle(_FAR, "it is multimodal, and the checkpoint has only a text network.")
         try:
             again = self.read_config(self._written(model) if written is None else written)
         except ConversionError as failure:
@@ -113,14 +110,14 @@ class Family:
         lost = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
         if not lost:
             return None
-        # where the kinds of positions differ, so do the fields that only one of them has
+        # Fields that only one kind of positions has differ too: name the common ones.
         named = [name for name in lost if name in ours and name in theirs] or lost
-        wanted, own = (
+        expected, actual = (
             ", ".join(as_written(f"--{name.replace('_', '-')}", fields[name]) for name in named if name in fields)
             for fields in (ours, theirs)
         )
-        has = f" It has {own}." if own else ""
-        return Obstacle(len(lost), f"it has no equivalent of {wanted}.{has}")
+        has = f" It has {actual}." if actual else ""
+        return Obstacle(len(lost), f"it has no equivalent of {expected}.{has}")
 
     def _written(self, model: ModelConfig) -> dict[str, Any]:
         return {
@@ -130,7 +127,7 @@ class Family:
         }
 
     def is_ignored(self, tensor: str) -> bool:
-        """Whether a stored tensor is a buffer that is not needed; its name may lack the optional prefix."""
+        """True if a stored tensor, with or without the optional prefix, is an ignored buffer."""
         patterns = [re.escape(name).replace(r"\{layer\}", "[0-9]+") for name in self.ignored_tensors]
         return any(
             re.fullmatch(pattern + (".*" if pattern.endswith(".") else ""), name)
@@ -139,21 +136,21 @@ class Family:
         )
 
     def is_later(self, tensor: str, layers: int) -> bool:
-        """Whether a stored tensor belongs to a layer after the network's `layers`."""
+        """True if a stored tensor belongs to a layer after the network's `layers`."""
         before, number, _ = self.later_layers.partition("{layer}")
         match = re.match(re.escape(before) + r"([0-9]+)\.", tensor) if number else None
         return match is not None and int(match[1]) >= layers
 
 
 def essential_fields(model: ModelConfig) -> dict[str, Any]:
-    """The fields of an architecture that change its logits, without those that other fields make meaningless."""
+    """The fields of an architecture that affect its logits, without unused ones."""
     fields = {
         field.name: getattr(model, field.name)
         for field in dataclasses.fields(model)
         if resume_rule(field) == MUST_MATCH
     }
-    meaningless = {"add_bias_linear"}  # each kind of matrix has a flag of its own, which follows it
-    meaningless |= {name for name in fields if "mup" in name.split("_")}  # they decide learning rates and other fields
+    meaningless = {"add_bias_linear"}  # each kind of matrix has its own flag, derived from it
+    meaningless |= {name for name in fields if "mup" in name.split("_")}  # they set learning rates and other fields
     scaling = model.rope_scaling_type if model.uses_rope else "none"
     meaningless |= unused_fields(model).keys()
     if model.rope_original_max_positions is None:
@@ -169,7 +166,7 @@ def essential_fields(model: ModelConfig) -> dict[str, Any]:
     if fields["softmax_scale"] is None:
         fields["softmax_scale"] = model.kv_channels**-0.5
     for layered in ("attention_window_pattern", "rope_layer_pattern", "moe_layer_pattern"):
-        pattern = fields[layered] or (1,)  # an empty one says 1 for each layer
+        pattern = fields[layered] or (1,)  # empty means 1 for each layer
         fields[layered] = tuple(pattern[layer % len(pattern)] for layer in range(model.num_layers))
     if model.attention_window is None or not any(fields["attention_window_pattern"]):
         meaningless |= {"attention_window", "attention_window_pattern", "rotary_base_windowed"}

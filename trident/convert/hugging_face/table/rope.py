@@ -1,7 +1,7 @@
-"""Fields of rotary positions: base, rotated share, and the scaling of frequencies, in every form that is in use.
+"""Rules for rotary embeddings: base, rotated fraction and frequency scaling, in all forms in use.
 
-Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with all of it; both forms are written.
-Where a file has both, the same key must not have two values.
+Older files have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`; both forms are written. If a file has
+both, they must not contradict each other.
 
 Source: transformers `modeling_rope_utils.py`, version 5.
 """
@@ -44,7 +44,7 @@ _KEYS: Mapping[str, Mapping[str, str]] = {
 }
 _NAMES = {"default": "none", **{kind: kind for kind in _KEYS if kind != "none"}, "su": "longrope"}  # su: first Phi-3
 _LISTS = ("short_factor", "long_factor")
-_NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+_REQUIRED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 
 
 def rope_fields(
@@ -54,23 +54,22 @@ def rope_fields(
     theta_name: str = "rope_theta",
     percent_name: str = "partial_rotary_factor",
 ) -> FieldRule:
-    """The rule for one kind of rotation in all layers.
+    """The rule for the same rotary embedding in all layers.
 
     Args:
-        default_theta: the family's base where the file does not say it.
-        default_percent: the share of each head that is rotated where the file does not say it; None if the family
-            always rotates whole heads, whatever its files say.
-        theta_name: what the family's older files call the base.
-        percent_name: what they call the share.
+        default_theta: the family's default base.
+        default_percent: the family's default rotated fraction of each head; None if it always rotates whole heads.
+        theta_name: name of the base in older files.
+        percent_name: name of the fraction in older files.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
-        merged, place = merged_parameters(entries, theta_name, percent_name)
+        merged, name = merged_parameters(entries, theta_name, percent_name)
         merged.setdefault("rope_theta", default_theta)
         percent = merged.setdefault("partial_rotary_factor", default_percent or 1.0)
         if default_percent is None and percent != 1.0:
             raise entries.refused(percent_name, percent, "this family ignores; it rotates whole heads")
-        return {"position_embedding_type": "rope", **read_parameters(merged, place, fields)}
+        return {"position_embedding_type": "rope", **read_parameters(merged, name, fields)}
 
     def write(model: ModelConfig) -> dict[str, Any]:
         if not model.uses_rope:
@@ -79,7 +78,7 @@ def rope_fields(
         older = {theta_name: model.rotary_base}
         if default_percent is not None:
             parameters["partial_rotary_factor"] = older[percent_name] = model.rotary_percent
-        # Readers of the older form take the base from outside the object.
+        # The older form has the base outside the object.
         scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
         scaled = parameters["rope_type"] != "default"
         older_scaling = {"type": parameters["rope_type"], **scaling} if scaled else None
@@ -89,10 +88,10 @@ def rope_fields(
 
 
 def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> tuple[dict[str, Any], str]:
-    """The parameters of the rotation from all the places they are in, and the place that scaling was found in.
+    """Merges the rotary parameters of all forms; also returns the name of the object with the scaling.
 
     Raises:
-        ConversionError: two places contradict each other.
+        ConversionError: two forms contradict each other.
     """
     merged: dict[str, Any] = {}
     outside = ((theta_name, "rope_theta"), (percent_name, "partial_rotary_factor"), (_ORIGINAL, _ORIGINAL))
@@ -100,43 +99,43 @@ def merged_parameters(entries: Entries, theta_name: str, percent_name: str) -> t
         value = entries.take(name, None)
         if value is not None:
             merged[key] = value
-    place = "rope_parameters"
+    found_in = "rope_parameters"
     for name in ("rope_parameters", "rope_scaling"):
         inner = entries.take(name, None)
         if inner is None:
             continue
         if not isinstance(inner, Mapping):
             raise entries.refused(name, inner, "should be an object")
-        place = name
+        found_in = name
         for key, value in _one_form(inner).items():
             if key != _ORIGINAL and merged.setdefault(key, value) != value:
                 raise entries.refused(name, inner, f"contradicts {key} {merged[key]!r} elsewhere in the file")
-            merged.setdefault(key, value)  # a number outside the object wins over one in it
-    return merged, place
+            merged.setdefault(key, value)  # values outside the object win
+    return merged, found_in
 
 
-def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Our fields of a rotation, from one object of parameters.
+def read_parameters(parameters: Mapping[str, Any], name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads our fields of a rotary embedding from an object of parameters.
 
     Args:
-        place: the name of the object, for error texts.
-        fields: our fields read so far, the sizes of heads among them.
+        name: the name of the object, for error messages.
+        fields: our fields read so far, including the sizes of heads.
 
     Raises:
-        ConversionError: a parameter is unknown, missing, or cannot be expressed.
+        ConversionError: a parameter is unknown, missing or not supported.
     """
-    entries = Entries(parameters, f"{place}.")
-    name = entries.take("rope_type", "default")
-    kind = _NAMES.get(name) if isinstance(name, str) else None
+    entries = Entries(parameters, f"{name}.")
+    rope_type = entries.take("rope_type", "default")
+    kind = _NAMES.get(rope_type) if isinstance(rope_type, str) else None
     if kind is None:
-        raise entries.refused("rope_type", name, f"is not among {', '.join(_NAMES)}")
+        raise entries.refused("rope_type", rope_type, f"is not among {', '.join(_NAMES)}")
     read: dict[str, Any] = {
         "rotary_base": _numbers(entries, "rope_theta", entries.take("rope_theta")),
         "rotary_percent": _numbers(entries, "partial_rotary_factor", entries.take("partial_rotary_factor", 1.0)),
         "rope_scaling_type": kind,
     }
     for theirs, ours in _KEYS[kind].items():
-        value = entries.take(theirs) if theirs in _NEEDED else entries.take(theirs, None)
+        value = entries.take(theirs) if theirs in _REQUIRED else entries.take(theirs, None)
         if value is not None:
             is_count = theirs == _ORIGINAL and type(value) is int
             read[ours] = value if is_count else _numbers(entries, theirs, value, theirs in _LISTS)
@@ -158,7 +157,7 @@ def read_parameters(parameters: Mapping[str, Any], place: str, fields: Mapping[s
 
 
 def write_parameters(model: ModelConfig) -> dict[str, Any]:
-    """One object of parameters."""
+    """The object of parameters of an architecture."""
     kind = model.rope_scaling_type
     written: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "rope_theta": model.rotary_base}
     for theirs, ours in _KEYS[kind].items():
@@ -183,11 +182,9 @@ def _one_form(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], fields: Mapping[str, Any]) -> None:
-    """What replaces `attention_factor`: yarn's `mscale`, and a `factor` of longrope other than the usual one.
-
-    Under latent attention `mscale_all_dim` changes the scores as well; cosine and sine follow from both weights, or
-    from none of them if one is absent or 0.
-    """
+    """Reads alternatives to `attention_factor`: yarn's `mscale`, and a non-default `factor` of longrope."""
+    # With latent attention, `mscale_all_dim` also scales the scores; cosine and sine depend on both, or on neither if
+    # one is missing or 0.
     is_open = "rope_attention_factor" not in read
     if kind == "yarn":
         mscale, over_all = (_numbers(entries, name, entries.take(name, 0)) for name in ("mscale", "mscale_all_dim"))
@@ -207,7 +204,7 @@ def _read_attention_factor(entries: Entries, kind: str, read: dict[str, Any], fi
 
 
 def _numbers(entries: Entries, name: str, value: Any, is_list: bool = False) -> Any:
-    """A parameter as a float, or as a tuple of them."""
+    """Converts a parameter to a float, or to a tuple of floats."""
     values = value if is_list and isinstance(value, list) else [value]
     is_wrong = is_list != isinstance(value, list) or name == _ORIGINAL
     if is_wrong or not all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values):

@@ -1,10 +1,9 @@
-"""How tensors of a Hugging Face model correspond to ours: rules that are permutations of elements, so both ways work.
+"""Rules between tensors of a Hugging Face model and ours: permutations of elements, used in both directions.
 
-A rule names one of our tensors and the parts that make it up. A part is a block of our logical tensor (all of it, the
-query rows, the gate, one expert), with its dimensions in some order and merged to the shape that the other side stores.
-Several parts may be in one tensor of theirs, one below the other. Names hold `{layer}`, and `{expert}` where experts
-are tensors of their own. A rule whose tensor the network does not have is skipped: a table lists biases, norms and
-heads that only some models of the family have.
+A rule names one of our tensors and its parts. A part is a block of our logical tensor (all of it, the query rows, the
+gate, one expert), with its dimensions permuted and merged to the stored shape. Several parts may be stacked in one
+tensor of theirs. Names contain `{layer}`, and `{expert}` if each expert has its own tensor. Rules for tensors that the
+network does not have are skipped: a table lists biases, norms and heads of only some models of the family.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ OUR_LAYER = "decoder.layers.{layer}."
 
 @dataclass(frozen=True)
 class DimensionRange:
-    """Entries `start` to `stop` of one dimension of ours; negative numbers count from its end, None is its end."""
+    """A range of one of our dimensions, with the conventions of `slice`."""
 
     dimension: int
     start: int
@@ -30,17 +29,17 @@ class DimensionRange:
 
 @dataclass(frozen=True)
 class MappedPart:
-    """One block of our tensor, as it is stored in one of theirs.
+    """A block of our tensor in one of theirs.
 
     Args:
-        theirs: the name of their tensor.
-        blocks: the block of ours; no entry for a dimension means all of it.
-        order: our dimensions in the order in which theirs has them; ours if empty.
-        columns: how many of the last dimensions (in their order) make up the last dimension of theirs; all others are
-            merged into its first. 0 for a vector.
-        unused_rows: rows of their tensor that come before it and mean nothing; written as zeros.
-        is_stack: whether theirs has a matrix for each entry of its first dimension, whose rows the dimensions up to the
-            columns are merged into.
+        theirs: name of their tensor.
+        blocks: the block of ours; all of each dimension without an entry.
+        order: our dimensions in their order; unchanged if empty.
+        columns: number of last dimensions (in their order) merged into their last dimension; all others are merged into
+            their first. 0 for a vector.
+        unused_rows: rows of their tensor before it, written as zeros.
+        is_stack: theirs is a stack of matrices along its first dimension; the dimensions up to the columns are merged
+            into rows.
     """
 
     theirs: str
@@ -53,10 +52,10 @@ class MappedPart:
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One of our tensors and the parts it is made of; those in the same tensor of theirs follow each other there.
+    """One of our tensors and its parts; parts in the same tensor of theirs are consecutive.
 
     Args:
-        is_state: whether it is no parameter; it keeps its element type where an export rounds the parameters.
+        is_state: not a parameter: an export does not change its element type.
     """
 
     ours: str
@@ -65,12 +64,12 @@ class TensorMapping:
 
 
 def matrix(ours: str, theirs: str) -> TensorMapping:
-    """A matrix both store as [out, in]; of our logical shape, all dimensions but the last are merged."""
+    """A matrix stored as [out, in] by both; all our logical dimensions but the last are merged."""
     return TensorMapping(ours, (MappedPart(theirs),))
 
 
 def vector(ours: str, theirs: str, *, is_state: bool = False) -> TensorMapping:
-    """A bias or the weight of a norm, or a state that no gradient trains; all our dimensions are merged."""
+    """A bias, the weight of a norm or a state; all our dimensions are merged."""
     return TensorMapping(ours, (MappedPart(theirs, columns=0),), is_state)
 
 
@@ -80,7 +79,7 @@ def norm(ours: str, theirs: str) -> tuple[TensorMapping, TensorMapping]:
 
 
 def linear(ours: str, theirs: str, order: tuple[int, ...] = ()) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a linear layer; with the order (1, 0) they store the weight as [in, out]."""
+    """Weight and bias of a linear layer; with order (1, 0) the weight is stored as [in, out]."""
     return _linear(ours, ((theirs, ()),), order)
 
 
@@ -88,23 +87,23 @@ _QUERIES, _KEYS, _VALUES = DimensionRange(1, 0, -2), DimensionRange(1, -2, -1), 
 
 
 def separate_query_key_value(ours: str, query: str, key: str, value: str) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a fused projection [groups, queries + 2, d, h] that they store as three.
+    """Weight and bias of a fused projection [groups, queries + 2, d, h], stored as three.
 
-    With the same name three times: one tensor with all queries, below them all keys, then all values.
+    With the same name three times: one tensor with all queries, then all keys, then all values.
     """
     return _linear(ours, ((query, (_QUERIES,)), (key, (_KEYS,)), (value, (_VALUES,))))
 
 
 def gate_and_up(ours: str, gate: str, up: str) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a gated layer [2, f, h] that they store as two matrices.
+    """Weight and bias of a gated layer [2, f, h], stored as two matrices.
 
-    With the same name twice: one tensor with the gate above.
+    With the same name twice: one tensor with the gate first.
     """
     return _linear(ours, ((gate, (DimensionRange(0, 0, 1),)), (up, (DimensionRange(0, 1),))))
 
 
 def experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
-    """The router, and experts [E, 2, f, h] and [E, h, f] that they store as three matrices for each `{expert}`."""
+    """The router, and experts [E, 2, f, h] and [E, h, f], stored as three matrices per `{expert}`."""
     expert = theirs + ".experts.{expert}."
     halves = (
         MappedPart(f"{expert}{gate}.weight", (DimensionRange(1, 0, 1),)),
@@ -118,8 +117,8 @@ def experts(theirs: str, gate: str, up: str, down: str) -> tuple[TensorMapping, 
 
 
 def stacked_experts(theirs: str) -> tuple[TensorMapping, ...]:
-    """Experts [E, 2, f, h] and [E, h, f] with biases that they store as [E, h, 2f] and [E, f, h], of each column of the
-    first the gate beside up; and the router with its bias.
+    """The router, and experts [E, 2, f, h] and [E, h, f], stored as [E, h, 2f] with interleaved columns of gate and up
+    and [E, f, h], all with biases.
     """
     ours, their_experts = OUR_LAYER + "mlp.", f"{theirs}.experts."
     gate_and_up, down = MappedPart(f"{their_experts}gate_up_proj", (), (0, 3, 2, 1), 2, is_stack=True), "down_proj"
@@ -137,7 +136,7 @@ def stacked_experts(theirs: str) -> tuple[TensorMapping, ...]:
 
 
 def below(prefix: str, rules: Iterable[TensorMapping]) -> tuple[TensorMapping, ...]:
-    """The same rules for a model that is a part of another, whose names have a prefix."""
+    """The rules of a submodel, with a name prefix."""
     return tuple(
         replace(rule, parts=tuple(replace(part, theirs=prefix + part.theirs) for part in rule.parts)) for rule in rules
     )
@@ -145,13 +144,13 @@ def below(prefix: str, rules: Iterable[TensorMapping]) -> tuple[TensorMapping, .
 
 @dataclass(frozen=True)
 class BoundPart:
-    """A part with numbers for everything.
+    """A part for a concrete network.
 
     Attributes:
         start, stop: the box in our tensor.
         order: our dimensions in their order.
         columns, is_stack: as in `MappedPart`.
-        first_row: where it begins in their tensor's first dimension.
+        first_row: its offset in their tensor's first dimension.
     """
 
     theirs: str
@@ -164,12 +163,12 @@ class BoundPart:
 
     @property
     def ordered_shape(self) -> tuple[int, ...]:
-        """The shape of the box with its dimensions in their order, before they are merged."""
+        """The shape of the box with dimensions in their order, before merging."""
         return tuple(self.stop[dimension] - self.start[dimension] for dimension in self.order)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape of one row of their tensor: () for a vector, a matrix in a stack."""
+        """The shape of a row of their tensor: () for a vector, a matrix for a stack."""
         rows = (math.prod(self.ordered_shape[1 : -self.columns]),) if self.is_stack else ()
         return (*rows, math.prod(self.ordered_shape[-self.columns :])) if self.columns else ()
 
@@ -181,7 +180,7 @@ class BoundPart:
 
 @dataclass(frozen=True)
 class BoundTensor:
-    """One of our tensors, with its logical shape and the parts it is made of."""
+    """One of our tensors, with its logical shape and its parts."""
 
     ours: str
     shape: tuple[int, ...]
@@ -190,13 +189,13 @@ class BoundTensor:
 
 
 def bind(rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) -> list[BoundTensor]:
-    """The rules with the numbers of one network, in the order of its tensors.
+    """Binds the rules to a network, in the order of its tensors.
 
     Args:
-        shapes: our tensors and their logical shapes.
+        shapes: logical shapes of our tensors.
 
     Raises:
-        ConversionError: the table has no rule, or two, for a tensor of the network.
+        ConversionError: the table has no rule or several for a tensor.
     """
     layer = re.escape("{layer}")
     patterns = [(re.compile(re.escape(rule.ours).replace(layer, "(?P<layer>[0-9]+)")), rule) for rule in rules]
@@ -215,7 +214,7 @@ def bind(rules: Sequence[TensorMapping], shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def their_shapes(tensors: Iterable[BoundTensor]) -> dict[str, tuple[int, ...]]:
-    """Their tensors and their shapes, in the order of the table."""
+    """The shapes of their tensors, in the order of the table."""
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         for part in tensor.parts:
@@ -225,7 +224,7 @@ def their_shapes(tensors: Iterable[BoundTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def parts_by_tensor(tensors: Iterable[BoundTensor]) -> dict[str, list[tuple[BoundTensor, BoundPart]]]:
-    """Their tensors, each with the parts it holds from top to bottom."""
+    """The parts in each of their tensors, from top to bottom."""
     by_tensor: dict[str, list[tuple[BoundTensor, BoundPart]]] = {}
     for tensor in tensors:
         for part in tensor.parts:
@@ -236,7 +235,7 @@ def parts_by_tensor(tensors: Iterable[BoundTensor]) -> dict[str, list[tuple[Boun
 def _linear(
     ours: str, parts: Sequence[tuple[str, tuple[DimensionRange, ...]]], order: tuple[int, ...] = ()
 ) -> tuple[TensorMapping, TensorMapping]:
-    """Weight and bias of a linear layer, of which they store these blocks under these names."""
+    """Weight and bias of a linear layer, stored as these blocks under these names."""
     return (
         TensorMapping(f"{ours}.weight", tuple(MappedPart(f"{name}.weight", blocks, order) for name, blocks in parts)),
         TensorMapping(f"{ours}.bias", tuple(MappedPart(f"{name}.bias", blocks, columns=0) for name, blocks in parts)),

@@ -1,6 +1,6 @@
-"""Fields that differ from layer to layer: which blocks have a sliding window, and how these rotate.
+"""Rules for fields that differ between layers: sliding windows and their rotary embeddings.
 
-Both count the tokens of a window with the token itself.
+Both programs count the token itself as part of the window.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def window_of_all_layers(default: int | None = None) -> FieldRule:
     """The rule of families in which all blocks have the window `sliding_window`, or none has.
 
     Args:
-        default: the family's window where the file does not have the field; null always means none.
+        default: the family's window if the field is missing; null means none.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,10 +31,10 @@ def window_of_all_layers(default: int | None = None) -> FieldRule:
 
 
 def switched_window(by_layer: bool = True) -> FieldRule:
-    """The rule of the Qwen families: `sliding_window` counts only with `use_sliding_window`.
+    """The rule of the Qwen families: `sliding_window` requires `use_sliding_window`.
 
     Args:
-        by_layer: whether it begins at the block `max_window_layers`; otherwise all blocks have it.
+        by_layer: only blocks from `max_window_layers` on have the window; otherwise all blocks.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,15 +62,15 @@ def switched_window(by_layer: bool = True) -> FieldRule:
 
 
 def layered_window(period: int, default: int = 4096) -> FieldRule:
-    """The rule for windows in all layers but every `period`-th, where the file has no list `layer_types`.
+    """The rule for windows in all layers except every `period`-th, unless the file has a list `layer_types`.
 
     Args:
-        default: the family's window where the file does not have the field.
+        default: the family's window if the field is missing.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
         layers = fields["num_layers"]
-        # Written by some versions in addition to the list, where it says nothing new.
+        # Redundant if the file has the list.
         every = entries.take("sliding_window_pattern", entries.take("_sliding_window_pattern", period))
         pattern = read_layer_types(entries, layers)
         if pattern is None:
@@ -89,12 +89,12 @@ def layered_window(period: int, default: int = 4096) -> FieldRule:
 
 
 def rotations_by_window(theta: float, windowed_theta: float | None = None, windowed_name: str = "") -> FieldRule:
-    """The rule for blocks with a window that rotate without scaling, and with another base in some families.
+    """The rule for rotary embeddings without scaling, and in some families with another base, in blocks with a window.
 
     Args:
-        theta: the base of the other blocks where the file does not say it.
-        windowed_theta: that of the blocks with a window; None if it is the same.
-        windowed_name: what older files call the latter, if they have it.
+        theta: default base of the other blocks.
+        windowed_theta: default base of blocks with a window; None if the same.
+        windowed_name: name of the latter in older files.
     """
 
     def read(entries: Entries, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def rotations_by_window(theta: float, windowed_theta: float | None = None, windo
             if windowed["rope_scaling_type"] != "none":
                 raise by_kind.refused(WINDOWED, windowed["rope_scaling_type"], "should not be scaled")
             windowed_base = windowed["rotary_base"]
-        scaling = dict(entries.take("rope_scaling", {}))  # the older form, for the layers with full attention
+        scaling = dict(entries.take("rope_scaling", {}))  # older form, for layers with full attention
         if "type" in scaling:
             scaling.setdefault("rope_type", scaling.pop("type"))
         return {
@@ -135,10 +135,10 @@ def rotations_by_window(theta: float, windowed_theta: float | None = None, windo
 
 
 def read_layer_types(entries: Entries, layers: int) -> tuple[int, ...] | None:
-    """The list `layer_types` as 1 for blocks with a window and 0 for others; None if there is no list.
+    """The list `layer_types` as 1 for blocks with a window and 0 for others; None if missing.
 
     Raises:
-        ConversionError: it has another length, or a kind of block that cannot be expressed.
+        ConversionError: it has another length or an unsupported kind of block.
     """
     kinds = entries.take("layer_types", None)
     if kinds is None:
@@ -152,7 +152,7 @@ def read_layer_types(entries: Entries, layers: int) -> tuple[int, ...] | None:
 
 
 def shortest(pattern: Sequence[int]) -> tuple[int, ...]:
-    """The shortest pattern that gives the same when it is repeated."""
+    """The shortest pattern whose repetition gives this one."""
     for length in range(1, len(pattern)):
         if all(value == pattern[layer % length] for layer, value in enumerate(pattern)):
             return tuple(pattern[:length])
@@ -164,14 +164,12 @@ def _window(entries: Entries, default: int | None) -> int | None:
 
 
 def _windows(window: int | None, pattern: Sequence[int]) -> dict[str, Any]:
-    """Our fields of windows, from the blocks that have one."""
     if window is None or not any(pattern):
         return {"attention_window": None}
     return {"attention_window": window, "attention_window_pattern": () if all(pattern) else shortest(pattern)}
 
 
 def _pattern_of(model: ModelConfig) -> tuple[int, ...]:
-    """1 for blocks with a window, 0 for others."""
     return tuple(int(model.window_of(layer) is not None) for layer in range(model.num_layers))
 
 

@@ -1,4 +1,4 @@
-"""Documents as cleaning sees them: the options of a run, entries with the lines they came from, words, and repair.
+"""Documents in cleaning: the options of a run, entries with their original lines, words, and repair.
 
-Nothing here decides whether a document is kept.
+Nothing here drops documents.
 """

@@ -1,4 +1,4 @@
-"""The options of a cleaning run, as plain values that every worker gets."""
+"""The options of a cleaning run, as plain values for all workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class LengthLimits:
     """Limits on the length of a document; None is no limit.
 
     Args:
-        tokenizer: what counts tokens; needed for a limit in tokens.
+        tokenizer: counts tokens; required for a limit in tokens.
     """
 
     minimum_characters: int | None = None
@@ -26,7 +26,7 @@ class LengthLimits:
 
 @dataclass(frozen=True)
 class LanguageChoice:
-    """Which languages are kept; see `LanguageFilter`."""
+    """The languages to keep; see `LanguageFilter`."""
 
     languages: tuple[str, ...]
     threshold: float
@@ -35,7 +35,7 @@ class LanguageChoice:
 
 @dataclass(frozen=True)
 class NearChoice:
-    """What makes two documents near duplicates.
+    """The definition of near duplicates.
 
     Args:
         threshold: minimum estimated Jaccard similarity of the sets of their shingles.
@@ -54,16 +54,16 @@ class NearChoice:
 
 @dataclass(frozen=True)
 class ContaminationChoice:
-    """Which runs of words must not occur, and what happens to documents with one.
+    """The word runs that must not occur, and the handling of documents with one.
 
     Args:
         files: evaluation texts: jsonl or .txt files, patterns, folders.
-        run: words per run; `shortest_run` of evaluation texts that have fewer.
-        maximum_occurrences: runs that occur more often in the corpus are common phrases and are kept; 0 keeps none.
-        drops: drop such documents; else they are cut around the runs, see `pieces_around`.
-        margin: characters that are cut away on each side of a run.
-        shortest_piece: minimum characters of a piece.
-        maximum_pieces: documents that would fall into more are dropped.
+        run: words per run; shorter evaluation texts need at least `shortest_run`.
+        maximum_occurrences: runs that occur more often in the corpus are common phrases and allowed; 0 disables this.
+        drops: drop such documents; otherwise cut them around the runs, see `parts_around`.
+        margin: characters removed on each side of a run.
+        shortest_piece: minimum characters of a remaining part.
+        maximum_pieces: documents with more parts are dropped.
     """
 
     files: tuple[str, ...]
@@ -78,19 +78,19 @@ class ContaminationChoice:
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """What is done to each document; the same in every worker.
+    """The options for each document; the same in every worker.
 
     Args:
-        key: of the text, in lines of JSON and in Parquet files; `a.b` is key b of the object under a.
-        kept_columns: additional columns of Parquet files that the output has (lines of JSON keep all their keys).
-        document_separator: what ends a document in inputs of plain text.
+        key: of the text, in JSON lines and in Parquet files; `a.b` is key b of the object under a.
+        kept_columns: additional columns of Parquet files in the output (JSON lines keep all their keys).
+        document_separator: ends a document in plain text.
         fix_text, straighten_quotes: see `TextRepair`.
         normalize_space: see `with_plain_spaces`.
-        gopher_quality: whether the rules of `GopherQuality` hold, with `minimum_stop_words`.
-        gopher_repetition: whether the rules of `GopherRepetition` hold.
-        exact_duplicates: whether documents with the text of an earlier one are dropped.
-        skip_bad_lines: leave bad lines out instead of stopping at the first.
-        keep_originals: whether dropped documents are wanted as they were read.
+        gopher_quality: apply the rules of `GopherQuality`, with `minimum_stop_words`.
+        gopher_repetition: apply the rules of `GopherRepetition`.
+        exact_duplicates: drop documents with the text of an earlier one.
+        skip_bad_lines: skip bad lines instead of stopping at the first.
+        keep_originals: return the original dropped documents.
         maximum_examples: examples per reason in the report.
     """
 
@@ -113,10 +113,10 @@ class CleanOptions:
     maximum_examples: int = 3
 
     def only_counting(self) -> CleanOptions:
-        """What is needed to read documents and to find evaluation texts in them.
+        """Returns the options required to find evaluation texts in documents.
 
-        Copies that will be dropped are not counted, so that a test text does not count as a common phrase because one
-        page with it was copied often.
+        Copies that will be dropped are not counted, so that copies of one page with a test text do not make it a
+        common phrase.
         """
         return CleanOptions(
             key=self.key,

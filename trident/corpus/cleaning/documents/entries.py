@@ -1,4 +1,4 @@
-"""The documents of a block with the lines they came from, so that everything else in a line is kept."""
+"""The documents of a block with their original lines, whose other keys are kept."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trident.corpus.inputs.parquet import parquet_texts
 
 @dataclass(frozen=True)
 class DocumentEntry:
-    """One document as it was read.
+    """One input document.
 
     Args:
         text: its text; None if it is bad or blank.
-        raw: its line of JSON without the newline; None where the input has no lines of JSON.
-        others: what else the output's line holds, where there is no `raw`.
-        bad: what is wrong with it; `offset` is inside the block.
+        raw: its JSON line without the newline; None for other layouts.
+        others: other values for the output's line, without `raw`.
+        bad: its fault; `offset` is inside the block.
     """
 
     text: str | None
@@ -30,11 +30,11 @@ class DocumentEntry:
 
 
 def read_entries(block: InputBlock, keys: Sequence[str], separator: str | None = None) -> list[DocumentEntry]:
-    """Every document of a block, bad ones included; a blank line gives an entry without text that is not bad.
+    """Returns all documents of a block, bad ones included; a blank line is an entry without text or fault.
 
     Args:
-        keys: the key of the text first; of Parquet files the other columns that are kept.
-        separator: what ends a document in plain text; a line's end if None.
+        keys: the key of the text, then other columns of Parquet files to keep.
+        separator: ends a document in plain text; a line end if None.
 
     Raises:
         DataError: the block cannot be read.

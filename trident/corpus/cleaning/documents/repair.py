@@ -9,7 +9,7 @@ import re
 
 from megatron.errors import ConfigError
 
-# What ftfy may change: anything but printable ASCII, tabs and newlines, and entities of HTML.
+# Text that ftfy may change: anything but printable ASCII, tabs and newlines, and HTML entities.
 _SUSPECT = re.compile("[^\t\n -~]|&#?[0-9A-Za-z]+;")
 _CONTROLS = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\ufeff]")
 _LINE_ENDS = re.compile("\r\n?|[\x0b\x0c\x85\u2028\u2029]")
@@ -18,10 +18,10 @@ _MANY_BLANK_LINES = re.compile("\n{4,}")
 
 
 class TextRepair:
-    """Repairs mojibake and the like with ftfy.
+    """Repairs mojibake and similar damage with ftfy.
 
     Args:
-        straighten_quotes: also turns curly quotes into straight ones, as upstream does.
+        straighten_quotes: also replace curly quotes by straight ones, like upstream.
 
     Raises:
         ConfigError: ftfy is not installed.
@@ -31,16 +31,16 @@ class TextRepair:
         try:
             import ftfy
         except ImportError as failure:
-            raise ConfigError("--fix-text needs the ftfy package (pip install ftfy).") from failure
+            raise ConfigError("--fix-text requires the ftfy package (pip install ftfy).") from failure
         self._fix = ftfy.fix_text
         plain = ftfy.TextFixerConfig(explain=False, uncurl_quotes=straighten_quotes)
         self._configs = (plain, plain._replace(unescape_html=False))
 
     def repaired(self, text: str) -> str:
-        """What ftfy makes of the whole text, which it repairs line by line.
+        """Returns the text repaired by ftfy, which works line by line.
 
-        Lines of plain ASCII without an entity, which it never changes, are not shown to it; from the first line with a
-        `<` on, entities stay as they are.
+        Lines of plain ASCII without entities, which ftfy never changes, are skipped; from the first line with a `<` on,
+        entities are kept.
         """
         suspect = _SUSPECT.search(text)
         if suspect is None:
@@ -61,13 +61,13 @@ class TextRepair:
 
 
 def with_plain_spaces(text: str) -> str:
-    """The text with one kind of space and of line end, and without characters that are not seen.
+    """Returns the text with one kind of space and line end, and without invisible characters.
 
-    Indentation and runs of spaces inside a line stay: they mean something in code and tables. Spaces at the ends of
-    lines go, of several blank lines two stay, and none at the ends of the text. The joiners of Arabic and Indian
-    scripts and of emoji (U+200C, U+200D) stay.
+    Indentation and runs of spaces inside a line are kept for code and tables. Trailing spaces are removed, as are all
+    but two consecutive blank lines, and blank lines at the ends of the text. The joiners of Arabic and Indian scripts
+    and of emoji (U+200C, U+200D) are kept.
     """
-    if not text.replace("\n", "").replace("\t", "").isprintable():  # what is replaced below is not printable
+    if not text.replace("\n", "").replace("\t", "").isprintable():  # everything replaced below is not printable
         text = _LINE_ENDS.sub("\n", text)
         text = _CONTROLS.sub("", text)
         text = _SPACES.sub(" ", text)

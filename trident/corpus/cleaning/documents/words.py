@@ -1,8 +1,7 @@
-"""Texts to words and runs of words, as arrays of hashes: vectorized, because a loop over the words of megabytes would
-take seconds.
+"""Splits texts into words and word runs, as arrays of hashes; vectorized, since a loop over megabytes takes seconds.
 
-A word is a run of letters, digits, marks and underscores, in lower case; in scripts without spaces between words
-(Chinese, Japanese, Thai, Lao, Khmer, Burmese) it is one character. Everything else separates.
+A word is a sequence of letters, digits, marks and underscores, in lower case; in scripts without spaces between words
+(Chinese, Japanese, Thai, Lao, Khmer, Burmese) it is one character. All other characters separate words.
 
 Source: rolling polynomial hashes, Karp and Rabin 1987, modulo 2^64 over random values of the characters.
 """
@@ -53,15 +52,15 @@ class Words:
     bounds: Positions
 
     def of(self, texts: Sequence[int]) -> Words:
-        """The words of some of the texts."""
+        """Returns the words of some of the texts."""
         chosen = np.asarray(texts, np.int64)
         counts = np.diff(self.bounds)[chosen]
         bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
-        places = np.arange(bounds[-1]) + np.repeat(self.bounds[chosen] - bounds[:-1], counts)
-        return Words(self.hashes[places], self.starts[places], self.ends[places], bounds)
+        indices = np.arange(bounds[-1]) + np.repeat(self.bounds[chosen] - bounds[:-1], counts)
+        return Words(self.hashes[indices], self.starts[indices], self.ends[indices], bounds)
 
     def runs(self, length: int) -> tuple[Hashes, npt.NDArray[np.bool_]]:
-        """A hash for the run of `length` words that begins at each word, and whether its text has enough words left.
+        """Returns a hash of the run of `length` words at each word, and False if the text has too few words left.
 
         Shapes:
             uint64 [w], bool [w].
@@ -75,19 +74,19 @@ class Words:
         return mixed(hashes), left >= length
 
     def shingles(self, length: int) -> tuple[Hashes, Positions]:
-        """The runs of `length` words of each text; of a shorter text the run of all its words.
+        """Returns the runs of `length` words of each text; a shorter text is a single run.
 
         Returns:
-            the hashes, uint64 [s], and where the runs of each text begin and end in it, int64 [texts + 1].
+            the hashes, uint64 [s], and the bounds of each text's runs, int64 [texts + 1].
         """
         hashes, fits = self.runs(length)
         counts = np.diff(self.bounds)
         short = (counts > 0) & (counts < length)
         if short.any():
             firsts = self.bounds[:-1][short]
-            place = np.arange(len(self.hashes)) - np.repeat(self.bounds[:-1], counts)
+            offset = np.arange(len(self.hashes)) - np.repeat(self.bounds[:-1], counts)
             powers = np.array([pow(_RUN_BASE, step, _MODULUS) for step in range(length)], np.uint64)
-            terms = np.where(place < length, self.hashes * powers[np.minimum(place, length - 1)], np.uint64(0))
+            terms = np.where(offset < length, self.hashes * powers[np.minimum(offset, length - 1)], np.uint64(0))
             sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(terms, dtype=np.uint64)))
             hashes[firsts] = mixed(sums[self.bounds[1:][short]] - sums[firsts])
             fits[firsts] = True
@@ -99,7 +98,7 @@ class WordSplitter:
     """Finds the words of texts.
 
     Args:
-        each_character: every letter and digit is a word of its own, in every script.
+        each_character: treat every letter and digit as a word, in every script.
     """
 
     def __init__(self, each_character: bool = False) -> None:
@@ -110,18 +109,18 @@ class WordSplitter:
         self._inverse_powers = _powers(pow(_BASE, -1, _MODULUS))
 
     def split(self, texts: Sequence[str]) -> Words:
-        """The words of all texts."""
+        """Returns the words of all texts."""
         sizes = np.array([len(text) for text in texts], np.int64)
         begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes + 1)))
         words = [self._words(chunk, base) for base, chunk in _chunks("\n".join(texts))]
         empty = (np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int64))
         hashes, starts, ends = (np.concatenate(parts) for parts in zip(*words, strict=True)) if words else empty
         bounds = np.searchsorted(starts, begins).astype(np.int64)
-        own = np.repeat(begins[:-1], np.diff(bounds))
-        return Words(hashes, starts - own, ends - own, bounds)
+        text_starts = np.repeat(begins[:-1], np.diff(bounds))
+        return Words(hashes, starts - text_starts, ends - text_starts, bounds)
 
     def _words(self, chunk: str, base: int) -> tuple[Hashes, Positions, Positions]:
-        """Hashes, first characters and ends of the words of a chunk whose first character has the number `base`."""
+        """Returns hashes, starts and ends of the words of a chunk that begins at character `base`."""
         codes = np.frombuffer(chunk.encode("utf-32-le", "surrogatepass"), np.uint32)
         values = self._values[codes]
         inside = np.zeros(len(codes) + 2, np.bool_)
@@ -138,7 +137,7 @@ class WordSplitter:
 
 
 def mixed(hashes: Hashes) -> Hashes:
-    """Spreads every bit over all bits, one to one.
+    """Mixes all bits, bijectively.
 
     Source: the finalizer of splitmix64, Steele, Lea and Flood 2014, as corrected by Stafford (variant 13).
     """
@@ -148,7 +147,7 @@ def mixed(hashes: Hashes) -> Hashes:
 
 
 def _chunks(text: str) -> Iterator[tuple[int, str]]:
-    """Pieces of a text that end after a space or a newline where one is near, and where they begin."""
+    """Yields chunks of a text, which end after a space or newline if one is near, with their offsets."""
     start = 0
     while start < len(text):
         stop = start + _CHUNK_CHARACTERS
@@ -166,7 +165,7 @@ def _powers(base: int) -> Hashes:
 
 
 def _character_tables() -> tuple[Hashes, npt.NDArray[np.bool_]]:
-    """For every character a random value, one for both cases and 0 if it separates; and whether it stands alone."""
+    """Returns a random value per character (equal for both cases, 0 for separators), and a mask of one-letter words."""
     characters = list(map(chr, range(_CASED_CODES)))
     in_words = np.fromiter(map(str.isalnum, characters), np.bool_, _CASED_CODES)
     in_words[ord("_")] = True

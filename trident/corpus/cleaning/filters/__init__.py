@@ -1,4 +1,4 @@
-"""Filters that look at one document at a time: length, language, quality and repetition.
+"""Filters of single documents: length, language, quality and repetition.
 
-What needs earlier documents (duplicates) does not belong here.
+Deduplication, which needs earlier documents, does not belong here.
 """

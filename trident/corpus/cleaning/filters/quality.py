@@ -1,7 +1,7 @@
-"""Rules of thumb that tell prose from lists, menus and noise.
+"""Heuristics that separate prose from lists, menus and noise.
 
 Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, appendix A1.1
-(quality filtering); words are what spaces separate.
+(quality filtering); words are separated by spaces.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _LETTER = re.compile(r"[^\W\d_]")
 
 
 class GopherQuality:
-    """Drops texts that break one of seven rules.
+    """Drops texts that violate one of seven rules.
 
     Args:
-        minimum_stop_words: how many of eight frequent English words must occur; 0 for other languages.
+        minimum_stop_words: required number of eight frequent English words; 0 for other languages.
     """
 
     def __init__(self, minimum_stop_words: int) -> None:
         self._minimum_stop_words = minimum_stop_words
 
     def rejections(self, texts: Sequence[str]) -> list[Rejection | None]:
-        """A rejection for each text, None where it is kept."""
+        """Returns a rejection for each text, None if it is kept."""
         return [self._fault(text) for text in texts]
 
     def _fault(self, text: str) -> Rejection | None:

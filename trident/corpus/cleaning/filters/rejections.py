@@ -1,4 +1,4 @@
-"""Why a document is rejected, and the filters of length."""
+"""Reasons for rejecting documents, and the length filters."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Count = Callable[[Sequence[str]], Iterable[int]]
 
 @dataclass(frozen=True)
 class Rejection:
-    """Why a document is dropped: the reason, which is counted, and its detail in this document."""
+    """The reason for dropping a document, which is counted, with details for this document."""
 
     reason: str
     detail: str = ""
 
 
 DocumentFilter = Callable[[Sequence[str]], list[Rejection | None]]
-"""Decides about each text separately: a rejection, or None where it is kept."""
+"""Returns a rejection for each text, or None if it is kept."""
 
 
 def length_filters(limits: LengthLimits) -> Iterator[DocumentFilter]:
-    """A filter for each unit that has a limit, cheap ones first; words are what spaces separate.
+    """Yields a filter for each unit with a limit, cheap ones first; words are separated by spaces.
 
     Raises:
         ConfigError: the tokenizer's flags are wrong.

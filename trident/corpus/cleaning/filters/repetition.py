@@ -1,9 +1,8 @@
-"""Repetitive texts: repeated lines, paragraphs and runs of words.
+"""Detects repetitive texts: repeated lines, paragraphs and word runs.
 
-Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. Where the
-table is ambiguous, it is interpreted as follows: the first of several equal lines, paragraphs or runs is no repetition;
-words are
-what `WordSplitter` finds; the characters of runs are the characters of their words, as a share of the characters of all
+Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. Its
+ambiguities are resolved as follows: the first of several equal lines, paragraphs or runs is not a repetition; words are
+as in `WordSplitter`; the characters of runs are the characters of their words, as a share of the characters of all
 words.
 """
 
@@ -27,7 +26,7 @@ class GopherRepetition:
     """Drops texts with too much repetition."""
 
     def rejections(self, texts: Sequence[str], words: Words) -> list[Rejection | None]:
-        """A rejection for each text, None where it is kept.
+        """Returns a rejection for each text, None if it is kept.
 
         Args:
             words: of the texts.
@@ -60,7 +59,7 @@ def _repeated_parts(text: str) -> Rejection | None:
 
 
 def _shares_of_runs(words: Words) -> list[tuple[int, float, npt.NDArray[np.float64]]]:
-    """For each length of runs the share allowed and the share of the characters of each text that is in such runs."""
+    """Returns, for each length of runs, the allowed share and the share of each text's characters in such runs."""
     counts = np.diff(words.bounds)
     texts = np.repeat(np.arange(len(counts)), counts)
     salt = mixed(np.arange(1, len(counts) + 1, dtype=np.uint64))[texts]
@@ -96,7 +95,7 @@ def _in_top_run(
     sums: npt.NDArray[np.int64],
     whole: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
-    """The share of each text that its most frequent run makes; 0 where no run occurs twice."""
+    """Returns the share of each text's most frequent run; 0 if no run occurs twice."""
     ordered, again = _grouped(runs, among)
     starts = np.flatnonzero(~again)
     counts = np.diff(np.append(starts, len(ordered)))
@@ -110,12 +109,9 @@ def _in_top_run(
 
 
 def _grouped(runs: Hashes, among: npt.NDArray[np.intp]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """Places with equal runs next to each other, in their order, and whether a place has the run of the one before it.
-
-    Sorts numbers whose low bits are the place and whose high bits are the run's hash, which is many times quicker than
-    sorting places by their hash. With 10^5 words 47 bits of the hash are left: that two runs are taken for one is rare,
-    and moves a share by next to nothing.
-    """
+    """Returns positions sorted by run, and a mask of the positions with the same run as the previous one."""
+    # Sorts numbers with the run's hash in the high and the position in the low bits, many times faster than an argsort
+    # by hash. With 10^5 words 47 bits of the hash are left: a collision is rare and has a negligible effect.
     low = np.uint64((1 << len(runs).bit_length()) - 1)
     ordered = np.sort((runs[among] & ~low) | among.astype(np.uint64))
     again = np.zeros(len(ordered), np.bool_)

@@ -1,4 +1,4 @@
-"""Near duplicates: MinHash signatures, and the index in which new ones are looked up.
+"""Near duplicates: MinHash signatures, and their index.
 
-Which of two documents is kept is decided in `cleaning/duplicates.py`.
+`cleaning/duplicates.py` decides which documents are kept.
 """

@@ -1,4 +1,4 @@
-"""A set or map of random keys in two arrays: many are looked up at once, and a key takes little more than its bytes.
+"""A hash table of random keys in two arrays, with vectorized lookup and little memory overhead.
 
 Open addressing with linear probing; the table doubles when three quarters are used, so it is at least three eighths
 full and a key of w words takes 8 w / 0.75 to 8 w / 0.375 bytes (values likewise; half as much again while it doubles).
@@ -17,11 +17,11 @@ _REHASHED_SLOTS = 1 << 20
 
 
 class KeyTable:
-    """Keys of one or more 64-bit words that look random in all bits, each with a value.
+    """Keys of one or more 64-bit words with random bits, each with an optional value.
 
     Args:
         words: 64-bit words per key.
-        with_values: whether keys have values: uint32.
+        with_values: store a uint32 value per key.
     """
 
     def __init__(self, words: int, with_values: bool) -> None:
@@ -38,18 +38,18 @@ class KeyTable:
         return self._keys.nbytes + self._values.nbytes
 
     def find(self, keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint32]]:
-        """Which keys are there, and the values of these.
+        """Returns a mask of the known keys, and their values.
 
         Shapes:
             keys: [n, words] -> bool [n], uint32 [number found] (empty without values).
         """
         keys = _without_zero(keys)
         slots = _slots(self._keys, keys)
-        there = (self._keys[slots] == keys).all(axis=1)
-        return there, self._values[slots[there]] if self._values.size else self._values
+        present = (self._keys[slots] == keys).all(axis=1)
+        return present, self._values[slots[present]] if self._values.size else self._values
 
     def put(self, keys: npt.NDArray[np.uint64], values: npt.NDArray[np.uint32] | None = None) -> None:
-        """Adds keys, none of them twice, or gives those that are there another value.
+        """Adds distinct keys, or updates the values of known ones.
 
         Shapes:
             keys: [n, words]; values: [n].
@@ -57,7 +57,7 @@ class KeyTable:
         while self._used + len(keys) > _MOST_USED * len(self._keys):
             self._double()
         keys = _without_zero(keys)
-        slots = _place(self._keys, keys)
+        slots = _insert(self._keys, keys)
         self._used += slots[1]
         if values is not None:
             self._values[slots[0]] = values
@@ -66,15 +66,15 @@ class KeyTable:
         larger = np.zeros((len(self._keys) * 2, self._keys.shape[1]), np.uint64)
         values = np.zeros(len(self._values) * 2, np.uint32)
         for start in range(0, len(self._keys), _REHASHED_SLOTS):
-            there = np.flatnonzero(self._keys[start : start + _REHASHED_SLOTS].any(axis=1)) + start
-            slots, _ = _place(larger, self._keys[there])
+            present = np.flatnonzero(self._keys[start : start + _REHASHED_SLOTS].any(axis=1)) + start
+            slots, _ = _insert(larger, self._keys[present])
             if values.size:
-                values[slots] = self._values[there]
+                values[slots] = self._values[present]
         self._keys, self._values = larger, values
 
 
 def _without_zero(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Zero marks a free slot, so a key of zeros is replaced by another."""
+    # Zero marks a free slot.
     zeros = ~keys.any(axis=1)
     if zeros.any():
         keys = keys.copy()
@@ -83,19 +83,19 @@ def _without_zero(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _slots(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """For each key the slot that holds it, or the first free one where it may be put."""
+    """Returns the slot of each key, or the first free one for it."""
     mask = len(table) - 1
     slots = (keys[:, 0] & np.uint64(mask)).astype(np.int64)
     searching = np.arange(len(keys))
     while searching.size:
-        there = table[slots[searching]]
-        searching = searching[~((there == keys[searching]).all(axis=1) | ~there.any(axis=1))]
+        present = table[slots[searching]]
+        searching = searching[~((present == keys[searching]).all(axis=1) | ~present.any(axis=1))]
         slots[searching] = (slots[searching] + 1) & mask
     return slots
 
 
-def _place(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Writes keys into a table with room for them; gives their slots and how many are new."""
+def _insert(table: npt.NDArray[np.uint64], keys: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], int]:
+    """Inserts keys into a table with sufficient room; returns their slots and the number of new keys."""
     slots = np.zeros(len(keys), np.int64)
     waiting = np.arange(len(keys))
     new = 0

@@ -1,4 +1,4 @@
-"""An index of the signatures of all kept documents, in which a block of new ones is looked up at once.
+"""An index of the signatures of all kept documents, which looks up a block of new ones at once.
 
 Memory per kept document, with p permutations and b bands: 2 p bytes for the signature, 4 b for the links between
 documents that share a band, 16 b to 32 b for the table of bands, 8 for its number: with 128 permutations and the
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trident.corpus.cleaning.documents.words import Hashes
 from trident.corpus.cleaning.near_duplicates.key_table import KeyTable
 
-# Newest documents of a band that a new one is compared with; bounds the time where a template makes thousands share it.
+# Newest documents of a band to compare with; bounds the time if a template makes thousands share a band.
 _MOST_COMPARED = 64
 _GROWTH = 1.25
 _FIRST_ROWS = 1024
@@ -25,12 +25,12 @@ Signatures = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
-class _Newcomers:
-    """Documents of one block that are to be looked up, with what is known about their bands.
+class _Batch:
+    """The documents of one block to look up.
 
     Args:
-        heads: 1 + the row of the newest kept document with the same band, 0 if there is none.
-        shared: whether another document of the block has the same band.
+        heads: 1 + the row of the newest kept document with the same band, 0 if none.
+        shared: another document of the block has the same band.
     """
 
     signatures: Signatures
@@ -40,7 +40,7 @@ class _Newcomers:
 
 
 class NearIndex:
-    """The kept documents; a new one is dropped if its similarity to one of them reaches the threshold.
+    """The kept documents; a new one is a duplicate if its similarity to one of them reaches the threshold.
 
     Args:
         threshold: minimum estimated Jaccard similarity, from 0 to 1.
@@ -59,7 +59,7 @@ class NearIndex:
         """Bytes of all arrays."""
         return self._table.nbytes + self._signatures.nbytes + self._older.nbytes + self._numbers.nbytes
 
-    def twins(
+    def duplicates_of(
         self, signatures: Signatures, keys: Hashes, numbers: npt.NDArray[np.int64]
     ) -> list[tuple[int, float] | None]:
         """For each document the number of the kept document most similar to it, and the similarity; None if it is kept.
@@ -74,21 +74,21 @@ class NearIndex:
         heads[there] = rows + np.uint32(1)
         _, inverse, counts = np.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
         shared = (counts[inverse] > 1).reshape(keys.shape)
-        new = _Newcomers(signatures, keys, heads.reshape(keys.shape), shared)
+        new = _Batch(signatures, keys, heads.reshape(keys.shape), shared)
         has_words = keys.any(axis=1)
         local: dict[int, list[int]] = {}
-        twins: list[tuple[int, float] | None] = [None] * len(keys)
+        duplicates: list[tuple[int, float] | None] = [None] * len(keys)
         for index in np.flatnonzero(has_words & (new.heads.any(axis=1) | shared.any(axis=1))).tolist():
-            twins[index] = self._most_like(new, index, local, numbers)
-            if twins[index] is None:
+            duplicates[index] = self._most_similar(new, index, local, numbers)
+            if duplicates[index] is None:
                 for key in keys[index, shared[index]].tolist():
                     local.setdefault(key, []).append(index)
-        stays = has_words & np.array([entry is None for entry in twins], np.bool_)
+        stays = has_words & np.array([entry is None for entry in duplicates], np.bool_)
         self._remember(new, np.flatnonzero(stays), numbers)
-        return twins
+        return duplicates
 
-    def _most_like(
-        self, new: _Newcomers, index: int, local: dict[int, list[int]], numbers: npt.NDArray[np.int64]
+    def _most_similar(
+        self, new: _Batch, index: int, local: dict[int, list[int]], numbers: npt.NDArray[np.int64]
     ) -> tuple[int, float] | None:
         signature = new.signatures[index]
         steps = np.full(new.keys.shape[1], _MOST_COMPARED)
@@ -108,7 +108,7 @@ class NearIndex:
         return (int(known[similar == best].min()), best) if best >= self._threshold else None
 
     def _rows_below(self, heads: npt.NDArray[np.uint32], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows that share a band, the newest of each band and a number of rows before it."""
+        """Returns rows that share a band: the newest of each band and up to `steps` older ones."""
         bands = np.flatnonzero((heads > 0) & (steps > 0))
         rows = heads[bands].astype(np.int64) - 1
         parts = []
@@ -121,7 +121,7 @@ class NearIndex:
             rows, bands = older[on] - 1, bands[on]
         return np.unique(np.concatenate(parts)) if parts else rows
 
-    def _remember(self, new: _Newcomers, kept: npt.NDArray[np.intp], numbers: npt.NDArray[np.int64]) -> None:
+    def _remember(self, new: _Batch, kept: npt.NDArray[np.intp], numbers: npt.NDArray[np.int64]) -> None:
         first, self._rows = self._rows, self._rows + len(kept)
         if self._rows > len(self._numbers):
             size = max(self._rows, int(len(self._numbers) * _GROWTH))

@@ -1,4 +1,4 @@
-"""MinHash signatures: short vectors that agree in the share of places in which the word runs of two texts overlap.
+"""MinHash signatures: the share of equal entries of two vectors estimates the overlap of the texts' word runs.
 
 Source: Broder 1997, On the resemblance and containment of documents; banding: Leskovec, Rajaraman and Ullman, Mining of
 Massive Datasets, § 3.4; 16 of 32 bits are kept: Li and König 2010, b-Bit Minwise Hashing.
@@ -16,7 +16,7 @@ from megatron.errors import ConfigError
 from trident.corpus.cleaning.documents.clean_options import NearChoice
 from trident.corpus.cleaning.documents.words import Hashes, Words, WordSplitter, mixed
 
-# Of documents exactly at the threshold, at least this share have a band in common; of more similar ones, more do.
+# At least this share of document pairs at the threshold have a band in common.
 _LEAST_MEETING_SHARE = 0.95
 _ROW_BASE = 0x9E3779B97F4A7C15
 _UPDATE_SHINGLES = 1024
@@ -33,13 +33,13 @@ class Signer:
         try:
             import datasketch
         except ImportError as failure:
-            raise ConfigError("--near-duplicates needs the datasketch package (pip install datasketch).") from failure
+            raise ConfigError("--near-duplicates requires the datasketch package: pip install datasketch.") from failure
         self._choice = choice
         self._minhash = datasketch.MinHash(choice.permutations, seed=choice.seed, hashfunc=_itself, scheme="affine32")
         self._letters = WordSplitter(each_character=True) if choice.unit == "character" else None
 
     def sign(self, texts: Sequence[str], words: Words) -> tuple[npt.NDArray[np.uint16], Hashes]:
-        """Signatures, and the keys of their bands; the keys of a text without words are 0.
+        """Returns signatures, and the keys of their bands; the keys of a text without words are 0.
 
         Args:
             words: of the texts, as `WordSplitter` finds them.
@@ -69,7 +69,7 @@ class Signer:
 
 
 def band_shape(permutations: int, threshold: float) -> tuple[int, int]:
-    """Number of bands and of rows in each: as many rows as let 95 of 100 pairs at the threshold still share a band."""
+    """Returns the number of bands and of rows per band: as many rows as still satisfy `_LEAST_MEETING_SHARE`."""
     best = (permutations, 1)
     for rows in range(2, permutations + 1):
         bands = permutations // rows
@@ -79,7 +79,7 @@ def band_shape(permutations: int, threshold: float) -> tuple[int, int]:
 
 
 def band_keys(signatures: npt.NDArray[np.uint32], bands: int, rows: int) -> Hashes:
-    """A key for each band, other than 0; the same values in another band have another key.
+    """Returns a non-zero key for each band; equal values in different bands have different keys.
 
     Shapes:
         uint32 [n, permutations] -> uint64 [n, bands].

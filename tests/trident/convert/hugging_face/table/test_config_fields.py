@@ -60,21 +60,21 @@ def test_rules_write_what_they_read() -> None:
 @pytest.mark.parametrize(
     ("rule", "given", "says"),
     [
-        (same("hidden_size", "n_embd"), {}, "config.json has no n_embd, which this family needs"),
+        (same("hidden_size", "n_embd"), {}, "config.json has no n_embd, which this family requires"),
         (same("hidden_size", "n_embd"), {"n_embd": "32"}, '"n_embd": "32", which should be an integer'),
         (same("hidden_size", "n_embd"), {"n_embd": True}, '"n_embd": true, which should be an integer'),
         (same("hidden_size", "n_embd"), {"n_embd": 32.0}, '"n_embd": 32.0, which should be an integer'),
         (same("layernorm_epsilon", "eps"), {"eps": "1e-5"}, '"eps": "1e-5", which should be a number'),
         (mapped("hidden_size", "size", ((1, 1),)), {"size": True}, '"size": true, which is not among .* 1'),
         (only("scale", 1, 2), {"scale": 3}, '"scale": 3, which is supported only as 1 or 2'),
-        (irrelevant(), {"unknown": {"a": 1}}, r'"unknown": \{"a": 1\}, which no rule of this family knows'),
+        (irrelevant(), {"unknown": {"a": 1}}, r'"unknown": \{"a": 1\}, which is unknown in this family'),
         (
             irrelevant(),
             {"quantization_config": {"bits": 4}},
             r"weights are quantized; dequantize the model with [^;]*$",
         ),
         (irrelevant(), {"is_encoder_decoder": True}, '"is_encoder_decoder": true, which is supported only as false'),
-        (irrelevant(), {"long": "x" * 200}, r'"long": "xxx.*\.\.\., which no rule'),
+        (irrelevant(), {"long": "x" * 200}, r'"long": "xxx.*\.\.\., which is unknown'),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_value(rule: FieldRule, given: dict[str, Any], says: str) -> None:
@@ -90,7 +90,7 @@ def test_objects_have_fields_of_their_own() -> None:
     entries = Entries({"inner": {"a": 1}, "number": 3})
     inner = entries.inner("inner")
     assert inner is not None and entries.inner("absent") is None
-    with pytest.raises(ConversionError, match='"inner.a": 1, which no rule'):
+    with pytest.raises(ConversionError, match='"inner.a": 1, which is unknown'):
         inner.check_all_read()
     with pytest.raises(ConversionError, match='"number": 3, which should be an object'):
         entries.inner("number")

@@ -110,7 +110,7 @@ def network(fields: dict[str, Any]) -> ModelConfig:
         ({"rope_scaling": {"type": "linear"}}, "config.json has no rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, '"rope_scaling.factor": "2", which should be a number'),
         ({"rope_scaling": {"type": "linear", "factor": True}}, '"rope_scaling.factor": true, which should be a number'),
-        ({"rope_scaling": {"type": "linear", "factor": 2, "twist": 1}}, '"rope_scaling.twist": 1, which no rule'),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "twist": 1}}, '"rope_scaling.twist": 1, which is unknown'),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": 1}},
             '"rope_scaling.truncate": 1, which should be true',

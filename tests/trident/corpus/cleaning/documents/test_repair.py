@@ -61,7 +61,7 @@ def test_it_is_ftfy_on_any_text(text: str) -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ftfy", None)
-    with pytest.raises(ConfigError, match=r"--fix-text needs the ftfy package \(pip install ftfy\)"):
+    with pytest.raises(ConfigError, match=r"--fix-text requires the ftfy package \(pip install ftfy\)"):
         TextRepair()
 
 

@@ -48,13 +48,13 @@ def test_the_threshold_is_a_probability() -> None:
 
 
 def test_an_unknown_language() -> None:
-    with pytest.raises(ConfigError, match="--language en,klingon: klingon is not a language.* de .* tr "):
+    with pytest.raises(ConfigError, match="--language en,klingon: klingon is not supported.* de .* tr "):
         LanguageFilter(LanguageChoice(("en", "klingon"), 0.5, 0))
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "py3langid", None)
-    with pytest.raises(ConfigError, match=r"--language needs the py3langid package \(pip install py3langid\)"):
+    with pytest.raises(ConfigError, match=r"--language requires the py3langid package \(pip install py3langid\)"):
         LanguageFilter(LanguageChoice(("en",), 0.5, 0))
 
 

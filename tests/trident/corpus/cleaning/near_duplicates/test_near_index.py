@@ -76,6 +76,6 @@ def test_memory_of_the_index_is_as_stated() -> None:
     for start in range(0, 6000, 500):
         signatures = drawn.integers(0, 1 << 16, (500, 128), np.uint16)
         keys = drawn.integers(1, 1 << 63, (500, 25), np.uint64)
-        assert index.twins(signatures, keys, np.arange(start, start + 500)) == [None] * 500
+        assert index.duplicates_of(signatures, keys, np.arange(start, start + 500)) == [None] * 500
     assert 6000 * 760 <= index.nbytes <= 6000 * 1160 * 1.25
-    assert index.twins(signatures[:2], keys[:2], np.array([6000, 6001])) == [(5500, 1.0), (5501, 1.0)]
+    assert index.duplicates_of(signatures[:2], keys[:2], np.array([6000, 6001])) == [(5500, 1.0), (5501, 1.0)]

@@ -49,5 +49,5 @@ def test_bands_of_equal_values_have_keys_of_their_own() -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketch", None)
-    with pytest.raises(ConfigError, match=r"--near-duplicates needs the datasketch package \(pip install datasketch\)"):
+    with pytest.raises(ConfigError, match=r"--near-duplicates requires the datasketch package: pip install datasketch"):
         Signer(NearChoice())
