@@ -1,4 +1,4 @@
-"""Draws schedules: time to the right, a row for each pipeline rank; as SVG and as lines of text.
+"""Draws pipeline schedules, with a row for each rank, as SVG and as lines of text.
 
 The colors are distinct for all kinds of color vision, and every box has its micro-batch and, where there is room, its
 kind as text.
@@ -49,7 +49,7 @@ def title_of(schedule: Schedule) -> str:
 
 
 def svg(schedule: Schedule) -> str:
-    """The schedule as an SVG document, which follows the color scheme of the reader."""
+    """The schedule as an SVG document, with support for dark mode."""
     timeline = timeline_of(schedule)
     height = _TOP + schedule.ranks * _ROW + 44
     width = _LEFT + round(max(timed.end for timed in timeline) * _UNIT) + 16
@@ -74,7 +74,7 @@ def svg(schedule: Schedule) -> str:
 
 
 def _box(schedule: Schedule, timed: TimedComputation) -> str:
-    """A computation; the later its chunk is on its rank, the paler."""
+    """The box of a computation; later chunks of a rank are paler."""
     x, y, width = (
         _LEFT + timed.start * _UNIT,
         _TOP + timed.rank * _ROW,
@@ -106,11 +106,11 @@ def _legend(schedule: Schedule, timeline: Sequence[TimedComputation], y: int) ->
 
 
 def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> list[str]:
-    """The schedule in lines of a terminal, a unit of time in three columns, or in one where there is no room.
+    """The schedule as lines of text, with several columns per unit of time, or one if the terminal is narrow.
 
     Args:
-        width: columns of the terminal; a longer schedule is cut off.
-        in_color: whether the boxes get colors (escape codes).
+        width: columns of the terminal; a longer schedule is truncated.
+        in_color: True for colored boxes (escape codes).
     """
     timeline = timeline_of(schedule)
     label = len(f"rank {schedule.ranks - 1} ")
@@ -132,7 +132,7 @@ def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> lis
                 cells[round(timed.start) + index] = _colored(part, timed.kind) if in_color else part
         lines.append(f"rank {rank}".ljust(label) + "".join(cells[:shown]).rstrip())
     names = ", ".join(f"{kind.value} {_NAMES[kind]}" for kind in Kind if kind in {timed.kind for timed in timeline})
-    lower = "; small letters: a rank's second chunk, and every other" if schedule.chunks_per_rank > 1 else ""
+    lower = "; lower case: every second chunk of a rank" if schedule.chunks_per_rank > 1 else ""
     lines.append(f"{names}, . idle{lower}")
     if shown < length:
         lines.append(f"The terminal shows {shown} of {length} units of time; --draw FILE.svg draws all of them.")

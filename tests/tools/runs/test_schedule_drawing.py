@@ -71,7 +71,7 @@ def test_lines_of_a_wide_terminal_have_micro_batches() -> None:
 def test_lines_of_a_narrow_terminal_have_letters() -> None:
     lines = text_lines(small("v-1f1b"), 60)
     assert lines[1].startswith("rank 0 FFFF.fbbf")
-    assert lines[-1].endswith(". idle; small letters: a rank's second chunk, and every other")
+    assert lines[-1].endswith(". idle; lower case: every second chunk of a rank")
     cut = text_lines(small("v-1f1b"), 20)
     assert all(len(line) <= 20 for line in cut[1:4])
     assert cut[-1].startswith("The terminal shows 13 of ") and "--draw FILE.svg draws all" in cut[-1]
