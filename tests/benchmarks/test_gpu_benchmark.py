@@ -204,7 +204,7 @@ def test_words_of_programs_are_understood(tmp_path: Path) -> None:
     }
     assert programs.test_counts("Segmentation fault")["error"] == 1
     files = programs.files_of_gpu_tests(programs.ROOT / "tests")
-    assert "tests/seeds/turkish_gpt2/test_001_9.py" in files and "tests/test_errors.py" not in files
+    assert "tests/seeds/turkish_gpt2/test_gpu_block.py" in files and "tests/test_errors.py" not in files
     context = Context("tests", tmp_path, torch.device("cpu"), TINY, seconds=100)
     done = programs.run(context, "-c", "print('one passed'); raise SystemExit(3)")
     assert done.returncode == 3 and "one passed" in (tmp_path / "tests.log").read_text()
