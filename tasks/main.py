@@ -3,8 +3,8 @@
     python tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens --load checkpoints/gpt2 --overlapping-eval 32
     python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --load checkpoints/gpt2 --strict-lambada
 
-The network, its dtype and the tokenizer come from the checkpoint; the trainer's flags may be given as well and must
-agree with it. tools/evaluate.py measures the same and more, with standard errors and baselines.
+The network, its dtype and the tokenizer come from the checkpoint; flags of the trainer must agree with it.
+tools/evaluate.py has the same tasks and more, with standard errors and baselines.
 
 Source: bigscience Megatron-DeepSpeed `tasks/main.py`, `tasks/zeroshot_gpt/`.
 """
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 
 _WIKITEXT, _LAMBADA = "WIKITEXT103", "LAMBADA"
 _CLASSIFICATION = (
-    "it trains a classifier on top of an encoder, which is another library's work: export the checkpoint with "
-    "tools/convert/export_hf.py and fine-tune it with transformers, or rank the answers with the multiple_choice task "
-    "of tools/evaluate.py"
+    "it trains a classifier on top of an encoder: export the checkpoint with tools/convert/export_hf.py and fine-tune "
+    "it with transformers, or use the multiple_choice task of tools/evaluate.py"
 )
-_RETRIEVAL = "it evaluates a retriever with two encoders, and a GPT checkpoint is none; use the retriever's own project"
-_PROMPTED = "it prompts a server for dialogues; use the exact_match task of tools/evaluate.py, or tools/serve.py"
+_RETRIEVAL = "it evaluates a retriever with two encoders, not a GPT checkpoint; use the retriever's own project"
+_PROMPTED = "it prompts a server for dialogs; use the exact_match task of tools/evaluate.py, or tools/serve.py"
 _REFUSED = {
     **dict.fromkeys(("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"), _CLASSIFICATION),
     **dict.fromkeys(("ICT-ZEROSHOT-NQ", "RETRIEVER-EVAL", "RET-FINETUNE-NQ"), _RETRIEVAL),
@@ -50,21 +49,21 @@ class TaskFlags(ConfigSection):
     """Upstream's flags of this program, in addition to the trainer's."""
 
     task: str = flag(help=f"{_WIKITEXT} or {_LAMBADA}")
-    valid_data: tuple[str, ...] = flag((), "the file to evaluate on", nargs="*", path=PathUse.PREFIX)
-    overlapping_eval: int = flag(32, "tokens between the beginnings of overlapping windows", at_least=1)
+    valid_data: tuple[str, ...] = flag((), "path to the validation file", nargs="*", path=PathUse.PREFIX)
+    overlapping_eval: int = flag(32, "stride of overlapping windows in tokens", at_least=1)
     strict_lambada: bool = flag(False, "predict all tokens of the last word, not only the last token")
     load: str = flag(
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.task in _REFUSED:
             yield f"--task {self.task} is not supported: {_REFUSED[self.task]}."
         elif self.task not in (_WIKITEXT, _LAMBADA):
-            yield f"--task {self.task} is not known. Use {_WIKITEXT} or {_LAMBADA}."
+            yield f"--task {self.task} is unknown. Use {_WIKITEXT} or {_LAMBADA}."
         elif len(self.valid_data) != 1:
-            yield f"--valid-data takes one file, {len(self.valid_data)} given ({' '.join(self.valid_data) or 'none'})."
+            yield f"--valid-data expects one file, got {len(self.valid_data)} ({' '.join(self.valid_data) or 'none'})."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         loaded = open_checkpoint(request.flags.load, request.given, mesh)
         result = _measure(request.flags, request.given, loaded)
-        text = f" validation results on {request.flags.task} | {_figures(request.flags, result)}"
+        text = f" validation results on {request.flags.task} | {_metrics(request.flags, result)}"
         for line in ("-" * (len(text) + 1), text, "-" * (len(text) + 1)):
             log.line(line)
     finally:
@@ -113,16 +112,16 @@ def _measure(flags: TaskFlags, given: Mapping[str, Any], loaded: LoadedModel) ->
     return outcome.result
 
 
-def _figures(flags: TaskFlags, result: TaskResult) -> str:
-    """The figures as upstream prints them; it caps the exponent of a perplexity at 20."""
-    figures = result.figures
+def _metrics(flags: TaskFlags, result: TaskResult) -> str:
+    """The metrics in upstream's format, which caps the exponent of a perplexity at 20."""
+    metrics = result.figures
     if flags.task == _WIKITEXT:
-        loss, ratio = figures["loss"], figures.get("token_ratio", math.nan)
+        loss, ratio = metrics["loss"], metrics.get("token_ratio", math.nan)
         ppl, adjusted = (math.exp(min(_LARGEST_EXPONENT, nats)) for nats in (loss, loss * ratio))
         return f"avg loss: {loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted:.4E} | token ratio: {ratio} |"
     return (
-        f"number correct: {figures['acc'] * result.count:.4E} | total examples: {result.count:.4E} | "
-        f"avg accuracy: {figures['acc']:.4E}"
+        f"number correct: {metrics['acc'] * result.count:.4E} | total examples: {result.count:.4E} | "
+        f"avg accuracy: {metrics['acc']:.4E}"
     )
 
 

@@ -3,8 +3,8 @@
 
     python tools/build_kernels.py
 
-The library goes into the package, and runs use it from then on where it is measured to be faster (`--kernels`); `python
-tools/doctor.py` shows what is in use. Nothing is ever compiled while a run starts.
+The library is installed into the package and used where it was measured to be faster (`--kernels`); `python
+tools/doctor.py` lists the kernels in use. Runs never compile at startup.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 class BuildFlags(ConfigSection):
     """Flags of this program."""
 
-    output: str | None = flag(None, "folder for the library; the package's if not given", path=PathUse.FOLDER)
-    only: tuple[str, ...] = flag(
-        (), "operations to build, by their folders in csrc/ops or their names in --kernels", nargs="+"
-    )
+    output: str | None = flag(None, "folder for the library; the package's if unset", path=PathUse.FOLDER)
+    only: tuple[str, ...] = flag((), "operations to build, by folder in csrc/ops or name in --kernels", nargs="+")
     cuda: str = flag(
-        "auto", "whether to build for GPUs: if nvcc and a torch with CUDA are there", choices=("auto", "yes", "no")
+        "auto",
+        "build CUDA kernels; auto: if nvcc and a CUDA build of torch are available",
+        choices=("auto", "yes", "no"),
     )
-    architectures: str = flag("80,90,100", "compute capabilities of GPUs, such as 90 for H100 and H200")
-    native: bool = flag(False, "code for the CPU of this machine only, which compiles three times as fast")
-    jobs: int | None = flag(None, "compilers that run at the same time; one per core if not given", at_least=1)
-    time_limit: int = flag(1800, "seconds after which the build is aborted", at_least=1)
+    architectures: str = flag("80,90,100", "CUDA compute capabilities, such as 90 for H100 and H200")
+    native: bool = flag(False, "compile for this machine's CPU only, three times as fast")
+    jobs: int | None = flag(None, "number of parallel compilers; one per core if unset", at_least=1)
+    time_limit: int = flag(1800, "timeout of the build in seconds", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the library."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    flags = parse_flags(BuildFlags, words, prog="build_kernels.py", description=__doc__ or "")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    flags = parse_flags(BuildFlags, arguments, prog="build_kernels.py", description=__doc__ or "")
 
     from megatron.kernels.native.builder import BuildRequest, build
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ),
         log.line,
     )
-    log.line("runs use it where it was measured to be faster, or with --kernels csrc; python tools/doctor.py shows it")
+    log.line("runs use it where it was measured to be faster, or with --kernels csrc; see python tools/doctor.py")
     return 0
 
 

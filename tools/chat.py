@@ -1,12 +1,12 @@
-"""Talks to a checkpoint in the terminal.
+"""Chats with a checkpoint in the terminal.
 
     python tools/chat.py --load checkpoints/chat
     echo "What is the capital of Turkey?" | python tools/chat.py --load checkpoints/chat --greedy
 
-Answers appear as they are generated; Ctrl-C stops one, Ctrl-D ends the conversation. At the prompt, /reset clears the
-conversation, /system TEXT sets the instructions (and starts over), /quit ends; //help asks the question "/help".
-Without a terminal, every line of standard input is a question. Under torchrun, --tensor-model-parallel-size and
---pipeline-model-parallel-size split the network over several processes, of which the first talks.
+Answers are streamed; Ctrl-C stops one, Ctrl-D ends the conversation. At the prompt, /reset clears the conversation,
+/system TEXT sets the system prompt (and clears the conversation), /quit ends; //help sends "/help". Without a terminal,
+every line of standard input is a message. Under torchrun, --tensor-model-parallel-size and
+--pipeline-model-parallel-size split the network over several processes.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class ChatFlags(SamplingFlags):
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
     chat_template: str | None = flag(
-        None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
+        None, "chat template: plain, chatml, llama, dsgpt2, or a file with a Jinja template; that of the checkpoint's "
+        "fine-tuning, else the tokenizer's, if unset", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
-    system: str = flag("", "instructions before the conversation")
-    max_new_tokens: int | None = flag(None, "most tokens of one answer; by default as many as fit", at_least=1)
+    system: str = flag("", "system prompt")
+    max_new_tokens: int | None = flag(None, "maximum number of tokens per answer; as many as fit if unset", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Talks until the input ends."""
+    """Chats until the input ends."""
     request = parse_over(ChatFlags, sys.argv[1:] if argv is None else argv, "chat.py", description=__doc__ or "")
 
     from megatron.parallel.joining import close_mesh, open_mesh
@@ -71,7 +71,7 @@ def _run(request: ToolRequest[ChatFlags], mesh: ParallelMesh) -> None:
 
     engine = GenerationEngine(open_checkpoint(request.flags.load, request.given, mesh), max_sequences=1)
     if mesh.world.rank != 0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it stops an answer, on rank 0
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it
         serve_as_worker(engine)
         return
     with drive(engine) as driver:
@@ -91,13 +91,13 @@ def _conversation(request: ToolRequest[ChatFlags], engine: GenerationEngine, dri
 
 
 def talk(conversation: Conversation) -> None:
-    """Reads questions and commands until the input ends, and prints answers."""
+    """Reads messages and commands until the input ends, and prints answers."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
-        log.info(f"{conversation.served.name}: /reset, /system TEXT, /quit; Ctrl-C stops an answer, Ctrl-D ends.")
+        log.info(f"{conversation.served.name}: /reset, /system TEXT, /quit; Ctrl-C stops an answer, Ctrl-D exits.")
     for number in itertools.count(1):
         try:
-            line = _ask(is_terminal, number)
+            line = _read_line(is_terminal, number)
         except DataError as failure:  # the next line may be valid
             log.error(str(failure))
             continue
@@ -105,25 +105,25 @@ def talk(conversation: Conversation) -> None:
         if text is None or text == "/quit":
             return
         if text.startswith("/") and not text.startswith("//"):
-            _obey(text, conversation)
+            _run_command(text, conversation)
         elif text:
             _answer(conversation, text[1:] if text.startswith("//") else text)
 
 
-def _obey(text: str, conversation: Conversation) -> None:
-    """Executes a command, or says why not."""
+def _run_command(text: str, conversation: Conversation) -> None:
+    """Executes a command, or logs an error."""
     command, rest = (part.strip() for part in (text.split(maxsplit=1) + [""])[:2])
     if command in ("/quit", "/reset") and rest:
-        log.error(f"{command} takes no text. Write {command} alone, or /{text} to ask that.")
+        log.error(f"{command} expects no text. Use {command} alone, or /{text} to send it as a message.")
     elif command == "/reset":
         conversation.reset()
-        log.info("The conversation starts over.")
+        log.info("Conversation cleared.")
     elif command == "/system":
         conversation.reset()
         conversation.system = rest
-        log.info("The conversation starts over, " + ("with" if rest else "without") + " instructions.")
+        log.info("Conversation cleared, " + ("with" if rest else "without") + " a system prompt.")
     else:
-        log.error(f"{command} is not a command. There are /reset, /system TEXT and /quit; /{command} asks that.")
+        log.error(f"unknown command {command}. Use /reset, /system TEXT or /quit; /{command} sends it as a message.")
 
 
 def _answer(conversation: Conversation, question: str) -> None:
@@ -132,8 +132,8 @@ def _answer(conversation: Conversation, question: str) -> None:
 
     try:
         with _stoppable() as stops:
-            for piece in conversation.answer(question, lambda: bool(stops)):
-                log.text(piece, end="")
+            for chunk in conversation.answer(question, lambda: bool(stops)):
+                log.text(chunk, end="")
         log.text("")
     except Refusal as refusal:
         log.error(str(refusal))
@@ -141,27 +141,27 @@ def _answer(conversation: Conversation, question: str) -> None:
     if stops:
         log.info("(stopped)")
     elif conversation.was_cut:
-        log.info("(cut off by the limit on tokens; see --max-new-tokens and the model's positions)")
+        log.info("(truncated: see --max-new-tokens and --max-position-embeddings)")
     if conversation.dropped:
         log.info(f"({conversation.dropped} earlier messages were dropped: the model has too few positions)")
 
 
 @contextmanager
 def _stoppable() -> Iterator[list[int]]:
-    """While an answer is generated, Ctrl-C is only noted: a step that is under way must end on all ranks."""
-    noted: list[int] = []
+    """Records Ctrl-C during an answer instead of raising: the current step must complete on all ranks."""
+    received: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
+    def record(number: int, frame: FrameType | None) -> None:
+        received.append(number)
 
-    former = signal.signal(signal.SIGINT, note)
+    previous = signal.signal(signal.SIGINT, record)
     try:
-        yield noted
+        yield received
     finally:
-        signal.signal(signal.SIGINT, former)
+        signal.signal(signal.SIGINT, previous)
 
 
-def _ask(is_terminal: bool, number: int) -> str | None:
+def _read_line(is_terminal: bool, number: int) -> str | None:
     """The next line; None at the end of the input, or when it is interrupted.
 
     Raises:

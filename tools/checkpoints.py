@@ -10,13 +10,13 @@
     python tools/checkpoints.py average runs/a runs/b/iter_0000500 --coefficients 3 1 --save checkpoints/mean
     python tools/checkpoints.py prune checkpoints/gpt2 --keep-last 3 --keep-every 10000 --keep-best --dry-run
 
-`list` reads no tensors. `inspect` shows what is in a checkpoint of any layout, and how two of them differ: 77 is the
-exit code if a tensor does. `verify` reads every byte of the newest checkpoint, or of those that are asked for. `copy`
-compares every byte with its digest on the way, and never replaces another checkpoint. `average` writes the mean of the
-weights of checkpoints of one network, in any layouts: text can be generated from it directly, and training continues
-from it with --finetune. `prune` deletes what the same flags of pretrain_gpt.py would not keep, but only after it has
-read every byte of the newest checkpoint; it refuses the folder of a run that is running. Memory does not grow with the
-size of the checkpoints. The exit code is 74 if a checkpoint is damaged or a folder cannot be used.
+`list` reads no tensors. `inspect` prints the contents of a checkpoint of any layout, or the differences between two
+(exit code 77 if tensors differ). `verify` reads every byte of the newest or of selected checkpoints. `copy` verifies
+every byte against its digest and never overwrites another checkpoint. `average` writes the mean of the weights of
+checkpoints of one network, in any layouts, for text generation or training with --finetune. `prune` applies the
+retention flags of pretrain_gpt.py after verifying the newest checkpoint; it refuses the folder of a running run. Memory
+does not grow with the size of the checkpoints. The exit code is 74 if a checkpoint is damaged or a folder cannot be
+used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FolderFlags(ConfigSection):
     """Flags of all commands."""
 
     load: str = flag(
-        help="folder of checkpoints, or one checkpoint; the flag's name may be left out", path=PathUse.FOLDER
+        help="folder of checkpoints, or one checkpoint; also accepted as a positional argument", path=PathUse.FOLDER
     )
 
 
@@ -61,23 +61,23 @@ class InspectFlags(FolderFlags):
     """Flags of `inspect`."""
 
     load: str = flag(
-        help="folder of checkpoints (the newest is taken), or one checkpoint; the flag's name may be left out",
+        help="folder of checkpoints (the newest is used), or one checkpoint; also accepted as a positional argument",
         path=PathUse.FOLDER,
     )
-    compare: str | None = flag(None, "a second checkpoint to compare with", path=PathUse.FOLDER)
+    compare: str | None = flag(None, "another checkpoint to compare with", path=PathUse.FOLDER)
     tensors: tuple[str, ...] = flag(
         (), "patterns of tensor names, such as 'decoder.layers.0.*'; all if unset", nargs="+"
     )
-    moments: bool = flag(False, "also read the moments of the optimizer")
-    manifest_only: bool = flag(False, "read no tensors: names, shapes and sizes at once, no figures of values")
-    verify: bool = flag(False, "first read every byte and compare all digests")
+    moments: bool = flag(False, "also read optimizer moments")
+    manifest_only: bool = flag(False, "print names, shapes and sizes without reading tensors")
+    verify: bool = flag(False, "first verify all digests")
     json: bool = flag(False, "print one JSON object")
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         for name in ("compare", "moments"):
             if self.manifest_only and getattr(self, name):
-                yield f"--manifest-only reads no values, and --{name} needs them. Drop one of them."
+                yield f"--manifest-only cannot be combined with --{name}, which reads tensors. Drop one of them."
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class VerifyFlags(FolderFlags):
     steps: tuple[int, ...] = flag((), "verify the checkpoints of these steps", nargs="+", at_least=0)
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.all and self.steps:
-            yield "--all verifies every checkpoint, --steps only some. Drop one of them."
+            yield "--all cannot be combined with --steps. Drop one of them."
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class PruneFlags(FolderFlags):
     keep_last: int = flag(help="number of newest checkpoints to keep", at_least=1)
     keep_every: int | None = flag(None, "also keep checkpoints whose step is a multiple of this", at_least=1)
     keep_best: bool = flag(False, "also keep the checkpoint with the lowest validation loss")
-    dry_run: bool = flag(False, "only say what would be deleted")
+    dry_run: bool = flag(False, "only print what would be deleted")
 
 
 @dataclass(frozen=True)
 class CopyFlags(FolderFlags):
     """Flags of `copy`."""
 
-    save: str = flag(help="destination folder; the flag's name may be left out", path=PathUse.FOLDER)
-    step: int | None = flag(None, "which checkpoint to copy; the newest if unset", at_least=0)
+    save: str = flag(help="destination folder; also accepted as a positional argument", path=PathUse.FOLDER)
+    step: int | None = flag(None, "step of the checkpoint to copy; the newest if unset", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -116,42 +116,40 @@ class AverageFlags(ConfigSection):
     """Flags of `average`."""
 
     load: tuple[str, ...] = flag(
-        help="checkpoints, or folders of checkpoints whose newest is taken; the flag's name may be left out",
+        help="checkpoints, or folders whose newest checkpoint is used; also accepted as positional arguments",
         nargs="+",
         path=PathUse.FOLDER,
     )
-    save: str = flag(help="folder to write the checkpoint to; it must hold none", path=PathUse.FOLDER)
+    save: str = flag(help="folder for the checkpoint; it must not contain one", path=PathUse.FOLDER)
     last: int | None = flag(None, "average this many of the newest checkpoints of one folder", at_least=2)
     coefficients: tuple[float, ...] = flag(
-        (), "how much each checkpoint counts, in the same order; only their ratios matter; all equal if unset",
+        (), "relative weights of the checkpoints, in the same order; all equal if unset",
         nargs="+", above=0,
     )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.last is not None and len(self.load) != 1:
-            yield f"--last {self.last} takes the checkpoints of one folder, but {len(self.load)} were given."
+            yield f"--last {self.last} requires one folder of checkpoints, got {len(self.load)}."
         if self.last is None and len(self.load) == 1:
-            yield f"a mean needs two checkpoints, and only {self.load[0]} is given. Give more, or --last N."
+            yield f"averaging requires at least two checkpoints, got only {self.load[0]}. Give more, or use --last N."
         count = self.last or len(self.load)
         if self.coefficients and len(self.coefficients) != count:
-            yield f"--coefficients has {len(self.coefficients)} numbers for {count} checkpoints. Give one for each."
+            yield f"--coefficients has {len(self.coefficients)} values for {count} checkpoints. Give one for each."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
-    command, *words = (sys.argv[1:] if argv is None else argv) or [""]
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if command in ("-h", "--help"):
         log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return ExitCode.DONE
     if command not in _COMMANDS:
-        raise ConfigError(
-            f"checkpoints.py: the command {printable(command)} is unknown. Use one of: {', '.join(_COMMANDS)}."
-        )
+        raise ConfigError(f"checkpoints.py: unknown command {printable(command)}. Use one of: {', '.join(_COMMANDS)}.")
     section, run = _COMMANDS[command]
-    if section is CopyFlags and len(words) > 1 and not any(word.startswith("-") for word in words[:2]):
-        words.insert(1, "--save")
-    return run(parse_flags(section, words, f"checkpoints.py {command}", __doc__ or "", positional="--load"))
+    if section is CopyFlags and len(arguments) > 1 and not any(text.startswith("-") for text in arguments[:2]):
+        arguments.insert(1, "--save")
+    return run(parse_flags(section, arguments, f"checkpoints.py {command}", __doc__ or "", positional="--load"))
 
 
 def _list(flags: ListFlags) -> int:
@@ -163,7 +161,7 @@ def _list(flags: ListFlags) -> int:
     directory = Path(flags.load)
     entries = entries_in(directory, DISK)
     if not entries:
-        find(directory)  # says so if another program's checkpoint is there
+        find(directory)  # raises for a checkpoint of another program
     if flags.json:
         content = {"directory": str(directory), "checkpoints": [entry.to_json() for entry in entries]}
         log.line(json.dumps(content))
@@ -177,17 +175,17 @@ def _list(flags: ListFlags) -> int:
     for entry in entries:
         if entry.problem:
             log.line(f"{entry.path.name}: {entry.problem}")
-    _say_best(entries)
+    _print_best(entries)
     return ExitCode.DONE
 
 
-def _say_best(entries: Sequence[ListedCheckpoint]) -> None:
-    """Names the checkpoint with the lowest validation loss, unless it is the one that --load would take."""
+def _print_best(entries: Sequence[ListedCheckpoint]) -> None:
+    """Prints the checkpoint with the lowest validation loss, unless it is the newest."""
     known = [entry for entry in entries if entry.summary is not None and not entry.problem]
     rated = [(entry.summary.validation_loss, -entry.step, entry.path) for entry in known if entry.summary is not None]
     losses = [(loss, step, path) for loss, step, path in rated if loss is not None]
     if losses and min(losses)[2] != known[0].path:
-        log.line(f"the lowest validation loss has {min(losses)[2].name}: --load {min(losses)[2]}")
+        log.line(f"lowest validation loss: {min(losses)[2].name} (--load {min(losses)[2]})")
 
 
 def _row(entry: ListedCheckpoint) -> tuple[str, ...]:
@@ -242,7 +240,7 @@ def _verify(flags: VerifyFlags) -> int:
             wrong += 1
             continue
         size = size_text(sum(file.size_bytes for file in manifest.files))
-        log.line(f"{path} is good: every byte of its {len(manifest.files)} files ({size}) was compared")
+        log.line(f"{path} is valid: verified all {len(manifest.files)} files ({size})")
     return ExitCode.STORAGE if wrong else ExitCode.DONE
 
 
@@ -253,8 +251,8 @@ def _average(flags: AverageFlags) -> int:
     opened = [OpenCheckpoint.newest(path) for path in _folders(flags)]
     coefficients = flags.coefficients or (1.0,) * len(opened)
     shares = [WeightedCheckpoint(checkpoint, share) for checkpoint, share in zip(opened, coefficients, strict=True)]
-    made = average(shares, Path(flags.save))
-    log.line(f"the mean of {len(shares)} checkpoints is in {made}")
+    averaged = average(shares, Path(flags.save))
+    log.line(f"wrote the mean of {len(shares)} checkpoints to {averaged}")
     return 0
 
 
@@ -262,7 +260,7 @@ def _folders(flags: AverageFlags) -> list[Path]:
     """The folders to average; with `--last`, from the oldest to the newest.
 
     Raises:
-        CheckpointError: the folder holds fewer checkpoints than asked for.
+        CheckpointError: the folder holds fewer checkpoints than requested.
     """
     from megatron.checkpoint import find
 
@@ -271,7 +269,8 @@ def _folders(flags: AverageFlags) -> list[Path]:
     candidates = find(Path(flags.load[0]))
     if len(candidates) < flags.last:
         raise CheckpointError(
-            f"--last {flags.last}: {flags.load[0]} holds {len(candidates)} checkpoints. Ask for fewer, or name them."
+            f"--last {flags.last}: {flags.load[0]} holds {len(candidates)} checkpoints. Use a smaller number, or list "
+            "them."
         )
     return [candidate.path for candidate in reversed(candidates[: flags.last])]
 
@@ -285,27 +284,27 @@ def _prune(flags: PruneFlags) -> int:
 
     directory = Path(flags.load)
     if directory in _checkpoints(directory):
-        raise CheckpointError(f"{directory} is one checkpoint. Give the folder that holds it and others.")
+        raise CheckpointError(f"{directory} is a checkpoint. Give the folder that contains it.")
     identity = identity_of(directory)
     run_id = "" if identity is None else identity.run_id
     retention = Pruner(RetentionRules(flags.keep_last, flags.keep_every, flags.keep_best), DISK)
     if flags.dry_run:
-        doomed = retention.plan(retention.newest_in(directory, run_id))
+        expired = retention.plan(retention.newest_in(directory, run_id))
         leftovers = [entry for entry in entries_in(directory, DISK) if entry.is_leftover]
         for entry in leftovers:
-            log.line(f"would settle {entry.path} ({entry.state})")
-        _tell("would delete", doomed)
+            log.line(f"would clean up {entry.path} ({entry.state})")
+        _print_summaries("would delete", expired)
         return ExitCode.DONE
     with _locked(directory, "nothing was deleted"):
         sweep(directory, DISK)
         newest = retention.newest_in(directory, run_id)
-        doomed = retention.plan(newest)
-        gone = retention.apply(newest.path)
-    _tell("deleted", [summary for summary in doomed if summary.path in gone])
-    return ExitCode.DONE if len(gone) == len(doomed) else ExitCode.STORAGE
+        expired = retention.plan(newest)
+        deleted = retention.apply(newest.path)
+    _print_summaries("deleted", [summary for summary in expired if summary.path in deleted])
+    return ExitCode.DONE if len(deleted) == len(expired) else ExitCode.STORAGE
 
 
-def _tell(verb: str, summaries: Sequence[ManifestSummary]) -> None:
+def _print_summaries(verb: str, summaries: Sequence[ManifestSummary]) -> None:
     from trident.checkpoints.summary import size_text
 
     for summary in summaries:
@@ -322,18 +321,18 @@ def _copy(flags: CopyFlags) -> int:
 
     directory, target, mesh = Path(flags.load), Path(flags.save), ParallelMesh.single()
     source = _checkpoints(directory, () if flags.step is None else (flags.step,))[0]
-    identity, of_folder = RunIdentity.from_json(read_record(source)), read_identity(source.parent)
-    if identity is None or (of_folder is not None and of_folder.run_id == identity.run_id):
-        identity = of_folder
+    identity, folder_identity = RunIdentity.from_json(read_record(source)), read_identity(source.parent)
+    if identity is None or (folder_identity is not None and folder_identity.run_id == identity.run_id):
+        identity = folder_identity
     with _locked(target, "nothing was copied"):
-        held = identity_of(target)
-        if held is not None and identity is not None and held.run_id != identity.run_id:
+        target_identity = identity_of(target)
+        if target_identity is not None and identity is not None and target_identity.run_id != identity.run_id:
             raise CheckpointError(
-                f"{target} has checkpoints of run {held.run_id}, and {source} is of run {identity.run_id}: their "
-                "steps would be mixed in one folder. Copy it to another folder."
+                f"{target} holds checkpoints of run {target_identity.run_id}, but {source} is of run "
+                f"{identity.run_id}: their steps would be mixed in one folder. Copy it to another folder."
             )
         made = copy_checkpoint(source, target, mesh, flag="--save")
-        if identity is not None and held is None:
+        if identity is not None and target_identity is None:
             write_identity(target, identity)
     log.line(f"{source} is in {target} already" if made is None else f"copied {source} to {made}")
     return ExitCode.DONE
@@ -341,7 +340,7 @@ def _copy(flags: CopyFlags) -> int:
 
 @contextlib.contextmanager
 def _locked(directory: Path, refusal: str) -> Iterator[None]:
-    """Keeps runs from saving to a folder meanwhile. A store has no lock, and no run saves to it.
+    """Locks a folder against runs that save to it. Object stores have no lock, and no run saves to them.
 
     Raises:
         LaunchError: a run is using the folder.

@@ -1,9 +1,9 @@
-"""Shows the runs of some folders in a browser while they train: curves, samples, ranks, checkpoints, events, logs.
+"""Serves a page with the runs of some folders: curves, samples, ranks, checkpoints, events and logs, live.
 
     python tools/dashboard.py runs --port 6007
 
-Reads the files of the runs and changes nothing. The page listens on this machine only (127.0.0.1); to see it from
-another one, forward the port: ssh -L 6007:localhost:6007 HOST. See docs/dashboard.md.
+Only reads the files of the runs. The server listens on 127.0.0.1; to access it from another machine, forward the port:
+ssh -L 6007:localhost:6007 HOST. See docs/dashboard.md.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class DashboardFlags(ConfigSection):
 
     runs: tuple[str, ...] = flag(
         ("runs",),
-        "folders of runs, or folders that hold some; the flag's name may be left out",
+        "run folders, or folders that contain some; also accepted as positional arguments",
         nargs="+",
         path=PathUse.FILE_OR_FOLDER,
     )
-    port: int = flag(6007, "port of the page; 0 takes a free one", at_least=0, at_most=65535)
+    port: int = flag(6007, "port of the server; 0 for a free one", at_least=0, at_most=65535)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = open_server(flags.runs, flags.port)
     process_exit.interrupt_on_sigterm()
     count = len(server.board.runs)
-    log.line(f"{count} run{'s' * (count != 1)} in {', '.join(flags.runs)}: {server.address} (Ctrl-C ends it)")
+    log.line(f"{count} run{'s' * (count != 1)} in {', '.join(flags.runs)}: {server.address} (Ctrl-C to stop)")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def open_server(folders: Sequence[str], port: int) -> DashboardServer:
-    """The server of the page, listening, with its runs."""
+    """Opens the server, listening, with its runs."""
     from trident.dashboard.board import Board
     from trident.dashboard.discovery import check_folders
     from trident.dashboard.server import ADDRESS, DashboardServer

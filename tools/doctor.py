@@ -1,13 +1,13 @@
-"""Checks the installation: what is installed, usable, slow or rejected, and how to fix it.
+"""Checks the installation and reports what is usable, slow or broken, and how to fix it.
 
     python tools/doctor.py
     python tools/doctor.py --json
     python tools/doctor.py --layouts -- pretrain_gpt.py FLAGS
 
-With --layouts it says instead which other layouts the flags after -- could have: what goes with them, the test that
-trains it, and why the rest does not. If the flags are refused as they are, it says why, and which single changes help.
+--layouts lists instead the layouts that the flags after -- can be combined with, with the test that trains each, and
+the reasons against the others. If the flags themselves are refused, it prints the reasons and single changes that help.
 
-Exit code 0 when training can start, 78 when it cannot. Works even if torch or other packages are missing.
+The exit code is 0 if training can start, 78 if not. Works even if torch or other packages are missing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DoctorFlags(ConfigSection):
     """Flags of this program."""
 
     json: bool = flag(False, "print the findings as one JSON object")
-    layouts: bool = flag(False, "list the layouts that the command after -- could have")
+    layouts: bool = flag(False, "list the layouts that the command after -- can be combined with")
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Checks this machine and prints the findings."""
     from megatron.secret_text import masked_values
 
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    flags = parse_flags(DoctorFlags, words[:end], prog="doctor.py", description=__doc__ or "")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    flags = parse_flags(DoctorFlags, arguments[:end], prog="doctor.py", description=__doc__ or "")
     if flags.layouts:
-        show_layouts([word for word in words[end + 1 :] if not word.endswith(".py")], as_json=flags.json)
+        show_layouts([text for text in arguments[end + 1 :] if not text.endswith(".py")], as_json=flags.json)
         return ExitCode.DONE
     findings = [Finding(**masked_values(dataclasses.asdict(finding))) for finding in examine()]
     can_start = not any(finding.status == REFUSED for finding in findings)
@@ -116,30 +116,32 @@ def show(findings: Sequence[Finding], can_start: bool) -> None:
         print(f"\nTraining cannot start yet: {refused}. Follow the instructions after the arrows above.")
 
 
-def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
-    """Prints every value of every axis of the layout: given, working and tested where, or refused and why.
+def show_layouts(arguments: Sequence[str], *, as_json: bool) -> None:
+    """Prints the values of every axis of the layout: given, working with its test, or refused with the reason.
 
-    Of a command that is refused itself, it prints why, and the values with which it would not be.
+    For a refused command, prints the reasons, and the values with which it is accepted.
     """
     from docs.site.layout_survey import survey
     from docs.site.layouts import TESTED_BY, test_of
 
-    found = survey(words)
+    result = survey(arguments)
     tests = {
-        one.value: TESTED_BY[one.value] if one.axis == "pipeline" else test_of(found.pipeline, one.value)
-        for one in found.alternatives
+        one.value: TESTED_BY[one.value] if one.axis == "pipeline" else test_of(result.pipeline, one.value)
+        for one in result.alternatives
     }
     if as_json:
-        rows = [{**dataclasses.asdict(one), "test": tests[one.value]} for one in found.alternatives]
-        print(json.dumps({"problems": found.problems, "alternatives": rows}, indent=1))
+        rows = [{**dataclasses.asdict(one), "test": tests[one.value]} for one in result.alternatives]
+        print(json.dumps({"problems": result.problems, "alternatives": rows}, indent=1))
         return
-    shown = found.alternatives
-    if found.problems:
+    shown = result.alternatives
+    if result.problems:
         shown = tuple(one for one in shown if not one.problems)
         log.text("REFUSED")
-        for problem in found.problems:
+        for problem in result.problems:
             log.text(f"  {problem}")
-        log.text(f"{'One of these changes is enough' if shown else 'No single change of the layout is enough'}.")
+        log.text(
+            f"{'One of these changes is sufficient' if shown else 'No single change of the layout is sufficient'}."
+        )
     for axis in dict.fromkeys(one.axis for one in shown):
         log.text(axis)
         for one in shown:
@@ -153,10 +155,10 @@ def show_layouts(words: Sequence[str], *, as_json: bool) -> None:
 
 
 def what_is_slow(findings: Sequence[Finding]) -> str:
-    """One sentence on what would make training faster."""
+    """A sentence about what would make training faster."""
     slow = [finding.subject for finding in findings if finding.status == SLOW]
     if slow:
-        return f"Slower than it could be: {', '.join(slow)}. See the arrows above."
+        return f"Slower than necessary: {', '.join(slow)}. See the arrows above."
     if any(BUILD in finding.text for finding in findings if finding.section == "kernels"):
         return f"Compiled kernels would make it faster: {BUILD}"
     return "Nothing to improve."
@@ -202,7 +204,7 @@ def system_findings() -> Iterator[Finding]:
             "system",
             "orphaned ranks",
             SLOW,
-            "only on Linux do ranks end by themselves when their launcher is killed",
+            "ranks exit with a killed launcher only on Linux",
             fix,
         )
 
@@ -235,14 +237,14 @@ def package_findings() -> Iterator[Finding]:
 
 def project_findings() -> Iterator[Finding]:
     """Checks this project, and for other packages named `megatron`."""
-    own = Path(__file__).resolve().parent.parent / "megatron"
+    package = Path(__file__).resolve().parent.parent / "megatron"
     installed = installed_version(PROJECT)
-    text = f"{__version__} in {own.parent}" + ("" if installed else "; not installed, but used from its checkout")
+    text = f"{__version__} in {package.parent}" + ("" if installed else "; not installed, used from its checkout")
     yield Finding("project", PROJECT, OK, text)
     spec = importlib.util.find_spec("megatron")
     origin = Path(spec.origin).parent if spec and spec.origin else None
-    if origin is not None and origin.resolve() != own:
-        fix = f"Run from {own.parent}, or install this checkout: pip install -e {own.parent}"
+    if origin is not None and origin.resolve() != package:
+        fix = f"Run from {package.parent}, or install this checkout: pip install -e {package.parent}"
         yield Finding("project", "import megatron", REFUSED, f"imports {origin}, not this checkout", fix)
     core = installed_version("megatron-core")
     if core is not None:
@@ -282,17 +284,17 @@ def collective_findings() -> Iterator[Finding]:
     from megatron import device
     from megatron.parallel.backends import usable_backends
 
-    usable, wanted = usable_backends(), device.default_backend()
+    usable, default = usable_backends(), device.default_backend()
     for name, is_usable in usable.items():
-        if name == wanted and not is_usable:
+        if name == default and not is_usable:
             fix = "Install an official build of torch (pip install torch), or choose --distributed-backend."
             yield Finding(
-                "collectives", name, REFUSED, "missing from this build of torch, and needed by this device", fix
+                "collectives", name, REFUSED, "missing from this build of torch, but required by this device", fix
             )
         else:
             text = (
                 "available, and the default here"
-                if name == wanted
+                if name == default
                 else "available"
                 if is_usable
                 else "missing from this build of torch, and not needed"
@@ -301,7 +303,7 @@ def collective_findings() -> Iterator[Finding]:
 
 
 def slurm_findings() -> Iterator[Finding]:
-    """Inside a Slurm job: where its ranks will meet, and what starts them."""
+    """Reports the master address and the start command inside a Slurm job."""
     from megatron.parallel.joining import has_address, slurm_job
 
     job = slurm_job()
@@ -311,9 +313,7 @@ def slurm_findings() -> Iterator[Finding]:
     nodes = first if len(job.hosts) == 1 else f"{len(job.hosts)} nodes, {first} to {job.hosts[-1]}"
     yield Finding("slurm", f"job {job.job}", OK, nodes)
     if address in (None, first):
-        yield Finding(
-            "slurm", "MASTER_ADDR", OK, f"{first}, the node of rank 0; ranks started by srun find it by themselves"
-        )
+        yield Finding("slurm", "MASTER_ADDR", OK, f"{first}, the node of rank 0; detected by ranks that srun starts")
     elif address in job.hosts or not has_address(address):
         problem = (
             "is not the first node of the job" if address in job.hosts else "is not a host name that can be resolved"
@@ -346,7 +346,9 @@ def index_findings() -> Iterator[Finding]:
         yield Finding("data", "index builder", OK, "compiled")
     else:
         fix = "Install a C++ compiler, then install the project again: pip install -e ."
-        text = "not compiled: NumPy gives the same result, but a first start on a large corpus may take minutes longer"
+        text = (
+            "not compiled: NumPy gives the same result, but the first start on a large corpus may take minutes longer"
+        )
         yield Finding("data", "index builder", SLOW, text, fix)
 
 

@@ -1,11 +1,11 @@
-"""Measures a checkpoint of any layout on tasks, next to closed-form baselines.
+"""Evaluates a checkpoint of any layout on tasks, compared with closed-form baselines.
 
     python tools/evaluate.py --load checkpoints/demo --tasks examples/evaluation/tasks.yaml --output results.json
     python tools/evaluate.py --load checkpoints/demo --task perplexity --data held_out.txt --set stride=32
 
-Kinds of tasks: perplexity, lambada, cloze, multiple_choice, exact_match. Every figure has a standard error. The unigram
-and bigram baselines are fitted to --train-data, or to the `train` file of a task. Under torchrun,
---tensor-model-parallel-size and --pipeline-model-parallel-size split the network; the remaining processes share the
+Kinds of tasks: perplexity, lambada, cloze, multiple_choice, exact_match. Every metric has a standard error. Unigram and
+bigram baselines are fitted to --train-data, or to the `train` file of a task. Under torchrun,
+--tensor-model-parallel-size and --pipeline-model-parallel-size split the network; the remaining processes divide the
 items.
 """
 
@@ -38,30 +38,30 @@ class EvaluateFlags(ConfigSection):
     load: str = flag(
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
-    tasks: str | None = flag(None, "YAML or JSON file of tasks, see docs/evaluation.md", path=PathUse.SMALL_FILE)
-    task: str | None = flag(None, "kind of a single task, in place of --tasks")
-    data: str | None = flag(None, "file of the single task", path=PathUse.PREFIX)
-    set: tuple[str, ...] = flag((), "additional keys of the single task, each as key=value", nargs="*")
+    tasks: str | None = flag(None, "YAML or JSON file of tasks (docs/evaluation.md)", path=PathUse.SMALL_FILE)
+    task: str | None = flag(None, "kind of a single task, instead of --tasks")
+    data: str | None = flag(None, "data file of --task", path=PathUse.PREFIX)
+    set: tuple[str, ...] = flag((), "additional keys of --task, as key=value", nargs="*")
     train_data: str | None = flag(
         None,
-        "text, jsonl or token file that the unigram and bigram baselines are fitted to, for tasks without `train`",
+        "text, jsonl or token file to fit the unigram and bigram baselines to, for tasks without `train`",
         path=PathUse.PREFIX,
     )
-    limit: int | None = flag(None, "take only the first N items of each task", at_least=1)
-    output: str | None = flag(None, "file for the results, JSON; it is complete after each task", path=PathUse.NEW_FILE)
-    baselines: bool = flag(True, "measure closed-form baselines on the same items")
+    limit: int | None = flag(None, "evaluate only the first N items of each task", at_least=1)
+    output: str | None = flag(None, "JSON file for the results, updated after each task", path=PathUse.NEW_FILE)
+    baselines: bool = flag(True, "evaluate closed-form baselines on the same items")
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if (self.tasks is None) == (self.task is None):
-            yield "Give either --tasks FILE or --task KIND with --data FILE."
+            yield "expected either --tasks FILE, or --task KIND with --data FILE."
         if self.tasks is not None and (self.data is not None or self.set):
-            yield "--data and --set describe a single task (--task KIND); with --tasks, write them into the file."
+            yield "--data and --set require --task KIND; with --tasks, write them into the file."
         if self.task is not None and self.data is None:
-            yield f"--task {self.task} needs --data FILE."
+            yield f"--task {self.task} requires --data FILE."
         for pair in self.set:
             if "=" not in pair:
-                yield f"--set {pair} is not key=value. Write it like --set stride=32."
+                yield f"--set {pair} is invalid. Expected key=value, such as --set stride=32."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +143,7 @@ def _run(flags: EvaluateFlags, given: Mapping[str, Any], tasks: Sequence[Task], 
         if flags.output is not None:
             run_on_first(mesh, lambda: write_results(Path(str(flags.output)), about, outcomes))
     if flags.output is not None:
-        log.info(f"results are in {flags.output}")
+        log.info(f"wrote results to {flags.output}")
     if failures:
         raise failures[0]
 
@@ -165,7 +165,7 @@ def _options(flags: EvaluateFlags, loaded: LoadedModel) -> TaskOptions:
 
 
 def _about(flags: EvaluateFlags, loaded: LoadedModel) -> dict[str, Any]:
-    """What is evaluated and how, for the results file."""
+    """The checkpoint and the settings, for the results file."""
     from dataclasses import asdict
 
     from megatron.tokenizers.record import TokenizerRecord

@@ -5,11 +5,10 @@
     python tools/generate_samples_gpt.py --load checkpoints/gpt2 --sample-input-file prompts.txt --num-beams 4
 
 The network, its dtype and the tokenizer come from the checkpoint. Every line of --sample-input-file produces
---num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples (or
-with 0) and without --sample-input-file, prompts are read from the terminal. Texts are computed side by side, as many as
---micro-batch-size; which these are does not change them. The output file gets its name when it is complete; until then
-its name ends in .partial. Under torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size spread the
-network over several processes.
+--num-return-sequences lines of output; an empty line starts from the end-of-document token. Without --num-samples and
+--sample-input-file, prompts are read from the terminal. Texts are generated in batches of --micro-batch-size, which do
+not affect them. The output file has the suffix .partial until it is complete. Under torchrun,
+--tensor-model-parallel-size and --pipeline-model-parallel-size split the network over several processes.
 """
 
 from __future__ import annotations
@@ -37,84 +36,81 @@ if TYPE_CHECKING:
     from megatron.inference.loaded_model import LoadedModel
     from megatron.parallel.mesh import ParallelMesh
 
-_USUAL_NEW_TOKENS = 1024
-_USUAL_BATCH = 32  # texts side by side
-_MOST_PROMPTS = 2**32  # the first text of prompt i has sample index i, whatever the number of texts
+_DEFAULT_NEW_TOKENS = 1024
+_DEFAULT_BATCH = 32  # texts generated together
+_MAX_PROMPTS = 2**32  # the first text of prompt i has sample index i, whatever the number of texts
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateFlags(BeamFlags):
-    """Upstream's flags of this tool and how tokens are chosen, in addition to the trainer's flags."""
+    """Upstream's flags of this tool and sampling flags, in addition to the trainer's."""
 
     load: str = flag(
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
     out_seq_length: int | None = flag(
-        None, "maximum number of tokens generated per text; by default 1024, or what the model's positions allow",
+        None, "maximum number of new tokens per text; 1024, or the remaining context, if unset",
         at_least=1,
     )  # fmt: skip
     num_samples: int = flag(
-        0, "number of texts to generate without a prompt, into --genfile; 0 reads prompts from the terminal", at_least=0
+        0, "number of texts to generate without a prompt to --genfile; 0 reads prompts from the terminal", at_least=0
     )
     num_return_sequences: int = flag(
-        1, "number of texts for each prompt; with beam search, the best ones", at_least=1, at_most=1024,
+        1, "number of texts per prompt; with beam search, the best ones", at_least=1, at_most=1024,
         spelled=("--num_return_sequences",),
     )  # fmt: skip
     genfile: str | None = flag(
         None, "file for the texts of --num-samples, one JSON object per line", path=PathUse.NEW_STREAM
     )
-    sample_input_file: str | None = flag(
-        None, "file of prompts to continue, one per line; lines may be empty", path=PathUse.STREAM
-    )
+    sample_input_file: str | None = flag(None, "file of prompts, one per line; lines may be empty", path=PathUse.STREAM)
     sample_output_file: str | None = flag(
         None,
-        "file for the continuations, one JSON object per line; by default the input's name with .out appended",
+        "file for the continuations, one JSON object per line; --sample-input-file with the suffix .out if unset",
         path=PathUse.NEW_STREAM,
     )
-    recompute: bool = flag(False, "process the whole text for every token instead of using a key-value cache")
+    recompute: bool = flag(False, "recompute the whole text for every token instead of using a KV cache")
     speculative_tokens: int = flag(
-        0, "tokens that multi-token prediction guesses ahead of each step, which verifies them; changes no text",
+        0, "speculative decoding: number of tokens drafted by multi-token prediction per step; does not change texts",
         at_least=0, at_most=MOST_SPECULATIVE_TOKENS,
     )  # fmt: skip
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         yield from super().problems()
         if self.num_samples > 0 and not self.genfile:
-            yield f"--num-samples {self.num_samples} needs --genfile FILE for the texts."
+            yield f"--num-samples {self.num_samples} requires --genfile FILE for the texts."
         if self.num_samples == 0 and self.genfile:
-            yield f"--genfile {self.genfile} is for --num-samples N; continued prompts go to --sample-output-file."
+            yield f"--genfile {self.genfile} requires --num-samples N. Use --sample-output-file for prompts."
         if self.num_samples > 0 and self.sample_input_file:
-            yield "--num-samples generates without prompts and --sample-input-file continues prompts. Give one of them."
+            yield "--num-samples cannot be combined with --sample-input-file. Drop one of them."
         if self.num_samples > 0 and self.num_return_sequences > 1:
             yield (
-                f"--num-return-sequences {self.num_return_sequences} is for prompts, and --num-samples "
-                f"{self.num_samples} generates without any. Give --num-samples "
-                f"{self.num_samples * self.num_return_sequences} instead."
+                f"--num-return-sequences {self.num_return_sequences} cannot be combined with --num-samples "
+                f"{self.num_samples}. Use --num-samples {self.num_samples * self.num_return_sequences} instead."
             )
         if 1 < self.num_beams < max(self.num_return_sequences, self.num_samples):
             yield (
-                f"--num-beams {self.num_beams} finds {self.num_beams} texts for a prompt, and "
-                f"{max(self.num_return_sequences, self.num_samples)} are requested. Search with more beams."
+                f"--num-beams {self.num_beams} is less than the {max(self.num_return_sequences, self.num_samples)} "
+                "requested texts per prompt. Use more beams."
             )
         if self.num_beams > 1 and self.recompute:
-            yield "--recompute is for drawing tokens, and --num-beams searches. Drop one of them."
+            yield "--recompute cannot be combined with --num-beams. Drop one of them."
         others = {"--recompute": self.recompute, f"--num-beams {self.num_beams}": self.num_beams > 1}
-        for option, is_asked in others.items():
-            if is_asked and self.speculative_tokens:
+        for option, is_set in others.items():
+            if is_set and self.speculative_tokens:
                 yield (
-                    f"--speculative-tokens {self.speculative_tokens} does not go with {option}, which computes each "
-                    "token in its own way. Drop one of them."
+                    f"--speculative-tokens {self.speculative_tokens} cannot be combined with {option}. Drop one of "
+                    "them."
                 )
 
 
 @dataclass(frozen=True)
 class Generator:
-    """A loaded network with everything needed to turn prompts into records.
+    """A loaded network, and the settings to turn prompts into records.
 
     Args:
-        new_tokens: maximum number of tokens generated for one text.
-        batch: texts that are computed side by side.
+        new_tokens: maximum number of new tokens per text.
+        batch: number of texts generated together.
     """
 
     flags: GenerateFlags
@@ -126,19 +122,19 @@ class Generator:
         """Continues prompts, in order; an empty prompt becomes end-of-document.
 
         Args:
-            first_prompt: index of the first prompt; together with the seed it determines the draws.
+            first_prompt: index of the first prompt, which determines the random numbers together with the seed.
         """
         if self.flags.num_beams > 1:
             yield from self._best_records(prompts)
             return
         copies = self.flags.num_return_sequences
         requests = [
-            self.request(prompt, number + copy * _MOST_PROMPTS)
+            self.request(prompt, number + copy * _MAX_PROMPTS)
             for number, prompt in enumerate(prompts, start=first_prompt)
             for copy in range(copies)
         ]
-        for place, completion in enumerate(self._completions(requests)):
-            yield self._record(prompts[place // copies], completion)
+        for index, completion in enumerate(self._completions(requests)):
+            yield self._record(prompts[index // copies], completion)
 
     def request(self, prompt: str, sample: int) -> Request:
         """The request to continue a prompt."""
@@ -182,11 +178,11 @@ class Generator:
 
         if self.flags.recompute:
             return (recompute(self.loaded, request) for request in requests)
-        guessed = self.flags.speculative_tokens
-        return completions(self.loaded, requests, max_sequences=self.batch, speculative_tokens=guessed)
+        drafted = self.flags.speculative_tokens
+        return completions(self.loaded, requests, max_sequences=self.batch, speculative_tokens=drafted)
 
     def _best_records(self, prompts: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The best beams of every prompt; without prompts, the best of all texts."""
+        """The best beams of every prompt, or without prompts the best texts."""
         from megatron.inference.beams import BeamSettings, beam_search
 
         flags = self.flags
@@ -243,33 +239,31 @@ def _open(flags: GenerateFlags, given: Mapping[str, Any], mesh: ParallelMesh) ->
     """Builds the checkpoint's network and loads its weights.
 
     Raises:
-        CheckpointError, ConfigError: see `open_checkpoint`; or there are more processes than one model copy needs.
+        CheckpointError, ConfigError: see `open_checkpoint`; or there are more processes than a model replica has.
     """
     from megatron.inference.loaded_model import open_checkpoint
 
     if mesh.model.size < mesh.world.size:
         raise ConfigError(
-            f"{mesh.world.size} processes were started, but the network is split over {mesh.model.size} "
-            f"(--tensor-model-parallel-size {mesh.tp.size}, --pipeline-model-parallel-size {mesh.pp.size}). Start "
+            f"this run has {mesh.world.size} processes, but the network is split over {mesh.model.size} "
+            f"(--tensor-model-parallel-size {mesh.tp.size}, --pipeline-model-parallel-size {mesh.pp.size}). Use "
             f"{mesh.model.size}, or split the network over all of them."
         )
     loaded = open_checkpoint(flags.load, given, mesh)
     flags.check_vocabulary(loaded.vocab_size)
-    batch = given.get("optim.micro_batch_size", _USUAL_BATCH)
+    batch = given.get("optim.micro_batch_size", _DEFAULT_BATCH)
     return Generator(flags, _new_tokens(flags.out_seq_length, loaded.positions, mesh), batch, loaded)
 
 
-def _new_tokens(asked: int | None, positions: int, mesh: ParallelMesh) -> int:
-    """The maximum number of tokens generated for one text; warns if more are requested than the model's positions
-    allow.
-    """
+def _new_tokens(requested: int | None, positions: int, mesh: ParallelMesh) -> int:
+    """The maximum number of new tokens per text, limited by the model's positions with a warning."""
     most = max(1, positions - 1)
-    if asked is not None and asked > most and mesh.world.rank == 0:
+    if requested is not None and requested > most and mesh.world.rank == 0:
         log.warning(
-            f"--out-seq-length {asked} does not fit a model of {positions} positions (--max-position-embeddings "
+            f"--out-seq-length {requested} exceeds the {positions} positions of the model (--max-position-embeddings "
             f"{positions}), prompt included: texts end after at most {most} new tokens."
         )
-    return min(_USUAL_NEW_TOKENS if asked is None else asked, most)
+    return min(_DEFAULT_NEW_TOKENS if requested is None else requested, most)
 
 
 def _read_prompts(path: str | None) -> list[str] | None:
@@ -314,19 +308,19 @@ def _interact(generator: Generator) -> None:
     """
     from megatron.parallel.messages import broadcast_json
 
-    listeners = generator.loaded.mesh.background  # a person may take longer than a collective may
-    speaks = listeners.rank == 0
-    is_terminal = broadcast_json(_is_terminal() if speaks else None, listeners)
+    group = generator.loaded.mesh.background  # a user may take longer than the timeout of collectives
+    is_first = group.rank == 0
+    is_terminal = broadcast_json(_is_terminal() if is_first else None, group)
     if is_terminal:
         log.info("Without --num-samples N and --sample-input-file, prompts are read from this terminal, one per line.")
     index = 0
     for number in itertools.count(1):
-        prompt = broadcast_json(_ask(number) if speaks else None, listeners)
+        prompt = broadcast_json(_read_prompt(number) if is_first else None, group)
         if prompt is None:
             if index == 0 and not is_terminal:
                 raise ConfigError(
-                    "without --num-samples N (0 means none) and --sample-input-file, prompts are read from standard "
-                    "input, which is not a terminal here and contains no prompt. Give --num-samples N --genfile FILE, "
+                    "without --num-samples N and --sample-input-file, prompts are read from standard "
+                    "input, which is not a terminal and contains no prompt. Give --num-samples N --genfile FILE, "
                     "--sample-input-file FILE, or one prompt per line on standard input."
                 )
             return
@@ -337,10 +331,10 @@ def _interact(generator: Generator) -> None:
                 raise DataError(prompt["refused"])
             generator.check_prompt(prompt, f"prompt {index + 1}")
             for record in generator.records([prompt], index):
-                if speaks:
+                if is_first:
                     log.text(f"{prompt}{record['text']}\n")
-        except (ConfigError, DataError) as failure:  # it is too long, or not text; the next one may fit
-            if speaks:
+        except (ConfigError, DataError) as failure:  # the next prompt may be valid
+            if is_first:
                 log.error(str(failure))
         index += 1
 
@@ -349,8 +343,8 @@ def _is_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty()
 
 
-def _ask(number: int) -> str | dict[str, str] | None:
-    """A prompt, empty if the line is blank; None after the last; why the line is refused, if it is."""
+def _read_prompt(number: int) -> str | dict[str, str] | None:
+    """Reads a prompt, empty for a blank line; None at the end; {"refused": reason} for an invalid line."""
     try:
         line = read_line("prompt (Ctrl-D ends)> ", number)
     except DataError as failure:
@@ -359,8 +353,9 @@ def _ask(number: int) -> str | dict[str, str] | None:
 
 
 def _write(generator: Generator, path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate. The
-    file gets its name when it is complete; until then, and if the work is interrupted, records are in `_partial`.
+    """Writes records as they are generated, one JSON object per line, on rank 0; the other ranks only generate.
+
+    Records are in `_partial` until the file is complete.
 
     Raises:
         StorageError: the file cannot be written.
@@ -384,7 +379,7 @@ def _write(generator: Generator, path: Path, records: Iterable[dict[str, Any]]) 
             move(partial, path.resolve())
     except BaseException as failure:
         if count and partial != path:
-            log.info(f"The {_texts(count)} until then are in {partial}.")
+            log.info(f"{_texts(count)} written so far are in {partial}.")
         if isinstance(failure, OSError):
             raise storage_error(path, failure) from failure
         raise
@@ -396,7 +391,7 @@ def _texts(count: int) -> str:
 
 
 def _partial(path: Path) -> Path:
-    """Where records are until all are there; the file itself if it is a device or a pipe."""
+    """The file for incomplete output; the file itself if it is a device or a pipe."""
     if path.exists() and not path.is_file():
         return path
     final = path.resolve()
@@ -416,8 +411,8 @@ def _check_output(path: Path, prompts: str | None) -> None:
     """Checks that the output can be written, before any work is done.
 
     Raises:
-        ConfigError: it is the file of prompts, which it would replace.
-        StorageError: the file system refuses it.
+        ConfigError: it would overwrite the file of prompts.
+        StorageError: it cannot be written.
     """
     from megatron.files.replacing import check_writable
 

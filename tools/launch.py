@@ -1,13 +1,13 @@
-"""Starts a run on this machine, on hosts that ssh reaches, or on the nodes of a Slurm job; checks its layout first.
+"""Launches a run on this machine, on hosts by ssh, or on the nodes of a Slurm job, after checking its layout.
 
     python tools/launch.py --devices-per-node 4 -- pretrain_gpt.py FLAGS
     python tools/launch.py --ssh hosts.txt --devices-per-node 8 -- pretrain_gpt.py FLAGS
     python tools/launch.py --slurm --devices-per-node 8 -- pretrain_gpt.py FLAGS            (in a batch script)
     python tools/launch.py --hosts 'node[003-007,011]' --devices-per-node 8 --dry-run -- pretrain_gpt.py FLAGS
 
-Problems with the flags or the layout are reported before anything starts. --dry-run prints the command of each node. If
-a rank or a host fails, the others are ended. Ctrl-C lets the ranks save; a second one kills them. The exit code is that
-of the run: 75 means that it can be started again, 77 bad numerics; see docs/launching.md.
+Invalid flags and layouts are reported before anything starts. --dry-run prints the command of each node. If a rank or a
+host fails, the others are terminated. Ctrl-C lets the ranks save; a second one kills them. The exit code is that of the
+run: 75 if it can be restarted, 77 for bad numerics; see docs/launching.md.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megatron.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks, then prints or runs; returns the exit code of the run."""
+    """Checks the command, then prints or runs it; returns the exit code of the run."""
     from trident.launch.launching import LaunchRequest, launch
 
-    words = list(sys.argv[1:] if argv is None else argv)
-    if "--" not in words and any(word.endswith(".py") for word in words):
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--" not in arguments and any(text.endswith(".py") for text in arguments):
         raise ConfigError("the program must follow --: tools/launch.py FLAGS -- pretrain_gpt.py ITS FLAGS")
-    end = words.index("--") if "--" in words else len(words)
-    request = parse_flags(LaunchRequest, words[:end], prog="launch.py", description=__doc__ or "")
-    return launch(request, words[end + 1 :], str(Path(__file__).resolve()))
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    request = parse_flags(LaunchRequest, arguments[:end], prog="launch.py", description=__doc__ or "")
+    return launch(request, arguments[end + 1 :], str(Path(__file__).resolve()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Merges preprocessed corpora: the result is byte for byte that of preprocessing everything at once.
+r"""Merges preprocessed corpora; the result is byte-identical to preprocessing everything at once.
 
     python tools/merge_preprocessed_data.py --datasets part1_text_document part2_text_document \
         --output-prefix whole_text_document
@@ -28,23 +28,22 @@ class MergeFlags(ConfigSection):
     datasets: tuple[str, ...] = flag(
         help="data prefixes to merge, without .bin/.idx, in the order of the result", nargs="+", path=PathUse.PREFIX
     )
-    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx", path=PathUse.NEW_PREFIX)
+    output_prefix: str = flag(help="data prefix of the output, without .bin/.idx", path=PathUse.NEW_PREFIX)
     merge: str = flag(
         "serial",
-        "serial copies in this process, without a launcher; distributed divides the copying among the ranks of a "
-        "launcher such as torchrun, which must share a file system",
+        "serial copies in this process; distributed divides the copying among ranks started by torchrun or the like, "
+        "which must share a file system",
         choices=("serial", "distributed"),
     )
     torch_backend: str | None = flag(
         None,
-        "backend of --merge distributed; mpi is accepted for ranks started by mpirun, but gloo is used: PyTorch from "
-        "PyPI has no MPI backend, and the files do not depend on it",
+        "backend of --merge distributed; mpi is accepted, but gloo is used, as PyTorch from PyPI has no MPI backend",
         choices=("gloo", "mpi"),
     )
-    local_rank: int | None = flag(None, "local rank of this process on its node", spelled=("--local_rank",))
+    local_rank: int | None = flag(None, "local rank of this process, set by launchers", spelled=("--local_rank",))
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         yield from prefix_problems("--output-prefix", self.output_prefix, ".bin")
 
 

@@ -1,4 +1,4 @@
-r"""Converts jsonl, Parquet or text files to the token files that training reads: `<prefix>_<key>_document.bin`, `.idx`.
+r"""Tokenizes jsonl, Parquet or text files to token files for training: `<prefix>_<key>_document.bin`, `.idx`.
 
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 2
@@ -26,35 +26,32 @@ class PreprocessFlags(TokenizerFileFlags):
     """Upstream's flags of this tool, and `--on-bad-line`, `--document-separator`, `--shard`."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        help="jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - for standard input; "
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
         path=PathUse.CORPUS,
     )
     output_prefix: str = flag(
-        help="path of the outputs without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx", path=PathUse.NEW_PREFIX
+        help="path of the output, without _<key>_document.bin/.idx or _<key>_sentence.bin/.idx", path=PathUse.NEW_PREFIX
     )
     tokenizer_type: str = required_tokenizer_type()
     json_keys: tuple[str, ...] = flag(
         ("text",),
-        "keys whose texts are encoded, each into separate files; a.b is key b of the object under a",
+        "keys of the texts to encode, each into separate files; a.b is key b of the object under a",
         nargs="+",
         spelled=("--json-key",),
     )
-    append_eod: bool = flag(False, "end every non-empty document with the end-of-document id")
+    append_eod: bool = flag(False, "append the end-of-document id to every non-empty document")
     dataset_impl: str = flag(
         "mmap",
-        "format of the outputs: mmap is what every current trainer reads; cached and lazy both mean an older format "
-        "with int32 ids",
+        "output format: mmap, which current trainers read; cached and lazy are an older format with int32 ids",
         choices=("mmap", "cached", "lazy"),
     )
-    workers: int = flag(
-        1, "number of worker processes; 1 encodes in this process. The outputs do not depend on it", at_least=1
-    )
+    workers: int = flag(1, "number of worker processes; 1 for none. The output does not depend on it", at_least=1)
     log_interval: int = flag(100, "documents between progress lines (at most one line per second)", at_least=1)
     on_bad_line: str = flag(
         "error",
-        "invalid lines: error stops the run, skip drops and counts them",
+        "invalid lines: stop with an error, or skip and count them",
         choices=("error", "skip"),
     )
     document_separator: str | None = flag(
@@ -63,20 +60,19 @@ class PreprocessFlags(TokenizerFileFlags):
     )
     shard: str | None = flag(
         None,
-        "i/n: encodes only the i-th of n equal shards, into <prefix>_shard<i>of<n>; merged in order they give the "
-        "whole",
+        "i/n: encode only the i-th of n equal shards, into <prefix>_shard<i>of<n>, to be merged in order",
     )
     partitions: int = flag(
         1,
-        "from 2: encodes the inputs in this many partitions, so that a killed run can be continued with the same "
-        "command. Merging them temporarily needs disk space for the output twice; its bytes do not depend on it",
+        "number of partitions; with 2 or more, a killed run can be resumed with the same command. Merging them "
+        "temporarily doubles the disk space; the output does not depend on it",
         at_least=1,
     )
     split_sentences: bool = flag(False, "write one sequence per sentence, into <prefix>_<key>_sentence.bin/.idx")
     keep_newlines: bool = flag(
         False,
-        "with --split-sentences: keep whitespace between sentences at the end of the first one; otherwise it is "
-        "dropped",
+        "with --split-sentences: keep whitespace between sentences, at the end of the preceding one, instead of "
+        "dropping it",
     )
     lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     datasets: tuple[str, ...] = flag((), "accepted and ignored, as in upstream", nargs="+")
@@ -84,25 +80,25 @@ class PreprocessFlags(TokenizerFileFlags):
     vocab_size: int | None = flag(None, "accepted and ignored; the tokenizer determines it", at_least=1)
     trust_remote_code: bool = flag(False, "accepted and ignored; code of a tokenizer is never executed")
     make_vocab_size_divisible_by: int = flag(
-        128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
+        128, "accepted and ignored; the id width is derived from the unpadded vocabulary", at_least=1
     )
     pad_vocab_size_to: int | None = flag(
-        None, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
+        None, "accepted and ignored; the id width is derived from the unpadded vocabulary", at_least=1
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         suffix = f"_{next(iter(self.json_keys), '')}_document.bin"
         yield from prefix_problems("--output-prefix", self.output_prefix, suffix, self.input)
         if len(set(self.json_keys)) != len(self.json_keys):
             yield (
-                f"--json-keys {' '.join(self.json_keys)} names a key twice; each key gets separate files, so name it "
-                f"once."
+                f"--json-keys {' '.join(self.json_keys)} contains a key twice. Each key gets separate files: list it "
+                "once."
             )
         if self.document_separator is not None and len(self.json_keys) > 1:
             yield (
-                f"--document-separator reads plain text, which has no keys, but --json-keys names "
-                f"{len(self.json_keys)}. Name one: it becomes part of the output's name."
+                f"--document-separator reads plain text without keys, but --json-keys has {len(self.json_keys)}. Use "
+                "one key, which becomes part of the output's name."
             )
 
 
@@ -131,7 +127,7 @@ def run(flags: PreprocessFlags) -> int:
         ("--trust-remote-code", flags.trust_remote_code),
     ):
         if given:
-            log.warning(f"{name} has no effect here and is ignored.")
+            log.warning(f"{name} has no effect and is ignored.")
     if flags.tokenizer_type in WORDPIECE_TOKENIZERS and not flags.split_sentences:
         log.warning(f"--tokenizer-type {flags.tokenizer_type} without --split-sentences: BERT trains on sentences.")
     separator = None if flags.document_separator is None else read_separator(flags.document_separator)
@@ -164,7 +160,7 @@ def run(flags: PreprocessFlags) -> int:
     progress.finish()
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
-        f"{result.empty} empty documents and {result.skipped} bad lines left out."
+        f"skipped {result.empty} empty documents and {result.skipped} bad lines."
     )
     warn_if_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)
     return 0

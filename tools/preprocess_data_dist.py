@@ -1,10 +1,10 @@
-r"""Runs preprocess_data.py on the ranks of a launcher, on one or more nodes: each encodes a shard, then all merge.
+r"""Runs preprocess_data.py on distributed ranks: each encodes a shard, then all merge.
 
     torchrun --nproc-per-node 4 tools/preprocess_data_dist.py --input corpus.jsonl --output-prefix my-gpt2 \
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod
 
-The files are byte for byte those of preprocess_data.py, for any number of ranks. All ranks must share a file system.
-The integer type of the ids follows from the unpadded vocabulary, as there (upstream uses the padded one).
+The output is byte-identical to that of preprocess_data.py for any number of ranks. All ranks must share a file system.
+As there, the integer type of ids is derived from the unpadded vocabulary (upstream uses the padded one).
 """
 
 from __future__ import annotations
@@ -38,76 +38,74 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
         path=PathUse.CORPUS,
     )
     output_prefix: str = flag(
-        help="path of the outputs without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx",
+        help="path of the output, without _<column>_document.bin/.idx or _<column>_sentence.bin/.idx",
         path=PathUse.NEW_PREFIX,
     )
     tokenizer_type: str = required_tokenizer_type()
     columns: tuple[str, ...] = flag(
         ("text",),
-        "JSON keys whose texts are encoded, each into separate files",
+        "JSON keys of the texts to encode, each into separate files",
         nargs="+",
         spelled=("--json-keys", "--json-key"),
     )
     merge_file: str | None = flag(
-        None, "byte-pair merges (merges.txt)", path=PathUse.SMALL_FILE
-    )  # --merge says how the ranks' files are merged
-    append_eod: bool = flag(False, "end every non-empty document with the end-of-document id")
+        None, "path to the BPE merge file (merges.txt)", path=PathUse.SMALL_FILE
+    )  # without --merge as a spelling, which is another flag here
+    append_eod: bool = flag(False, "append the end-of-document id to every non-empty document")
     merge: str = flag(
         "parallel",
-        "parallel: all ranks write the result; serial: rank 0 writes it; both: do both and compare them",
+        "parallel: all ranks write the output; serial: rank 0 writes it; both: do both and compare",
         choices=("parallel", "serial", "both"),
     )
     scratch: str | None = flag(
-        None, "folder for the files of individual ranks; by default next to the output", path=PathUse.FOLDER
+        None, "folder for temporary files of ranks; next to the output if unset", path=PathUse.FOLDER
     )
     torch_backend: str = flag(
         "gloo",
-        "communication backend; mpi is accepted for ranks started by mpirun, but gloo is used: PyTorch from PyPI has "
-        "no MPI backend, and the files do not depend on it",
+        "communication backend; mpi is accepted, but gloo is used, as PyTorch from PyPI has no MPI backend",
         choices=("gloo", "mpi"),
     )
-    local_rank: int | None = flag(None, "local rank of this process on its node", spelled=("--local_rank",))
-    log_interval: int = flag(30, "seconds between progress lines of rank 0's shard; 0 shows none", at_least=0)
+    local_rank: int | None = flag(None, "local rank of this process, set by launchers", spelled=("--local_rank",))
+    log_interval: int = flag(30, "seconds between progress lines of rank 0; 0 disables them", at_least=0)
     on_bad_line: str = flag(
         "error",
-        "invalid lines: error stops the run, skip drops and counts them",
+        "invalid lines: stop with an error, or skip and count them",
         choices=("error", "skip"),
     )
     dataset_impl: str = flag(
         "mmap",
-        "format of the outputs: mmap is what every current trainer reads; cached and lazy both mean an older format "
-        "with int32 ids",
+        "output format: mmap, which current trainers read; cached and lazy are an older format with int32 ids",
         choices=("mmap", "cached", "lazy"),
     )
     split: str | None = flag(
         None,
-        "split of the dataset, or part of one in the syntax of the datasets library (train[:10%]); train by default",
+        "split of the dataset, or a slice of one, such as train[:10%]; train if unset",
     )
-    count: int | None = flag(None, "number of documents to take, from the start, after shuffling", at_least=1)
-    shuffle: bool = flag(False, "take the documents in random order")
-    seed: int | None = flag(None, "seed of --shuffle; drawn at random and logged by default", at_least=0)
+    count: int | None = flag(None, "number of documents to use, after shuffling", at_least=1)
+    shuffle: bool = flag(False, "shuffle the documents")
+    seed: int | None = flag(None, "seed of --shuffle; random and logged if unset", at_least=0)
     split_sentences: bool = flag(False, "write one sequence per sentence, into <prefix>_<column>_sentence.bin/.idx")
     keep_newlines: bool = flag(
         False,
-        "with --split-sentences: keep whitespace between sentences at the end of the first one; otherwise it is "
-        "dropped",
+        "with --split-sentences: keep whitespace between sentences, at the end of the preceding one, instead of "
+        "dropping it",
     )
     lang: str = flag("en", "with --split-sentences: language of the texts, as a code (en, tr, zh) or name (english)")
     make_vocab_size_divisible_by: int = flag(
-        128, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
+        128, "accepted and ignored; the id width is derived from the unpadded vocabulary", at_least=1
     )
     pad_vocab_size_to: int | None = flag(
-        None, "accepted; the width of an id follows from the unpadded vocabulary", at_least=1
+        None, "accepted and ignored; the id width is derived from the unpadded vocabulary", at_least=1
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         suffix = f"_{next(iter(self.columns), '')}_document.bin"
         yield from prefix_problems("--output-prefix", self.output_prefix, suffix, self.input)
         if self.seed is not None and not self.shuffle:
-            yield f"--seed {self.seed} has no effect without --shuffle. Give both or neither."
+            yield f"--seed {self.seed} has no effect without --shuffle. Add it, or drop --seed."
         if len(set(self.columns)) != len(self.columns):
-            yield f"--columns {' '.join(self.columns)} names a key twice; name it once."
+            yield f"--columns {' '.join(self.columns)} contains a key twice. List it once."
 
 
 def main() -> int:
@@ -116,7 +114,7 @@ def main() -> int:
         DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
     )
     if flags.torch_backend == "mpi":
-        log.warning("--torch-backend mpi: the ranks started by mpirun communicate over gloo.")
+        log.warning("--torch-backend mpi: gloo is used.")
     from megatron.parallel.joining import close_mesh, open_mesh
     from megatron.parallel.messages import all_gather_json
     from trident.corpus.workers.ranks import JobRanks
@@ -157,7 +155,7 @@ def _preprocess(flags: DistributedPreprocessFlags, ranks: Any) -> None:
     result = preprocess_on_ranks(encode, flags.output_prefix, options, flags.merge, flags.scratch, ranks)
     log.info(
         f"Wrote {', '.join(result.prefixes)} (.bin, .idx): {result.documents} documents, {result.tokens} tokens; "
-        f"{result.empty} empty documents and {result.skipped} bad lines left out."
+        f"skipped {result.empty} empty documents and {result.skipped} bad lines."
     )
     if ranks.rank == 0:
         warn_if_no_tokens(result.prefixes, result.tokens_of_key, result.empty, result.skipped)

@@ -1,10 +1,10 @@
-r"""An alias of preprocess_data.py, as in upstream: same flags, same implementation, same bytes.
+r"""An alias of preprocess_data.py, for upstream's name: same flags, same implementation, same bytes.
 
     python tools/preprocess_data_many_cores.py --input corpus.jsonl --output-prefix my-gpt2 --vocab-file vocab.json \
         --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod --workers 40
 
-Upstream's version reorders documents and chooses the integer type of the ids by the padded vocabulary; here documents
-keep their order, and the files are those of preprocess_data.py for any --workers.
+Upstream's version reorders documents and derives the integer type of ids from the padded vocabulary; here the output is
+that of preprocess_data.py for any --workers.
 """
 
 from __future__ import annotations

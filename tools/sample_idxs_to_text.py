@@ -1,17 +1,17 @@
-r"""Shows the text of the training samples in a range, for instance to investigate a loss spike.
+r"""Prints the text of a range of training samples, for example to investigate a loss spike.
 
     python tools/sample_idxs_to_text.py --load checkpoints --sample-id-range 74096 75888
     python tools/sample_idxs_to_text.py --run-dir runs/gpt-20260101-120000 --start-step 3792 --end-step 3848
     python tools/sample_idxs_to_text.py --print-text --start-sample 5 --end-sample 15 --seed 42 --train-samples 100 \
         --seq-length 2048 --data-path my-gpt2_text_document --vocab-file vocab.json --merge-file merges.txt
 
-The sample order comes from the checkpoint in --load, from that of the run in --run-dir, or is planned from the
-trainer's flags, which must then be the same as in training: data, split, seed, sequence length and number of samples.
-Give the new paths of moved files with the trainer's flags. After N consumed samples, sample N came next.
+The sample order comes from the checkpoint in --load or of the run in --run-dir, or is planned from the trainer's flags,
+which must be the same as in training: data, split, seed, sequence length and number of samples. Paths of moved files
+can be overridden with the trainer's flags. Sample N is the one read after N consumed samples.
 
-Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text; of a masked
-sample the text as the network saw it, and for each hidden token its position and original text. With --print-text or
---print-tokens it writes upstream's plain lines instead: the sample index and its text or tokens.
+Writes one JSON object per line: sample, source, pieces (sequence, first token, number of tokens) and text; for a masked
+sample the masked text, and the position and original text of each masked token. --print-text and --print-tokens write
+upstream's plain lines instead: the sample index and its text or tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from megatron.tokenizers.tokenizer import Tokenizer
     from tools.runs.sample_order import SampleOrder, TrainedSample
 
-_SHOWN_TOKENS = 6  # at each end, without --all-tokens
+_SHOWN_TOKENS = 6  # at the start and the end, without --all-tokens
 
 
 @dataclass(frozen=True)
@@ -58,49 +58,49 @@ class SampleFlags(ConfigSection):
     """Upstream's flags of this tool and the source of the sample order, in addition to the trainer's flags."""
 
     load: str | None = flag(None, "folder of checkpoints (the newest is used), or one checkpoint", path=PathUse.FOLDER)
-    run_dir: str | None = flag(None, "run directory", path=PathUse.FOLDER)
+    run_dir: str | None = flag(None, "run folder", path=PathUse.FOLDER)
     sample_id_range: tuple[int, int] | None = flag(None, "first sample, and one past the last")
     start_sample: int | None = flag(None, "first sample, counted from 0", at_least=0)
     end_sample: int | None = flag(None, "one past the last sample", at_least=1)
     start_step: int | None = flag(None, "first step, counted from 1 as in the log", at_least=1)
-    end_step: int | None = flag(None, "last step, inclusive; by default --start-step", at_least=1)
-    print_text: bool = flag(False, "write plain lines with the sample index and its text")
-    print_tokens: bool = flag(False, "write plain lines with the sample index and its token ids")
+    end_step: int | None = flag(None, "last step, inclusive; --start-step if unset", at_least=1)
+    print_text: bool = flag(False, "write plain lines with the sample index and text")
+    print_tokens: bool = flag(False, "write plain lines with the sample index and token ids")
     all_tokens: bool = flag(False, "write all token ids of a sample, in plain lines and in JSON")
-    output_file: str | None = flag(None, "output file; by default standard output", path=PathUse.NEW_FILE)
+    output_file: str | None = flag(None, "output file; standard output if unset", path=PathUse.NEW_FILE)
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.load and self.run_dir:
-            yield f"--load {self.load} and --run-dir {self.run_dir} both specify the sample order; give one of them."
+            yield f"--load {self.load} cannot be combined with --run-dir {self.run_dir}. Drop one of them."
         ends = [self.start_sample is not None, self.end_sample is not None]
         by_steps = self.start_step is not None or self.end_step is not None
         if any(ends) + (self.sample_id_range is not None) + by_steps != 1 or any(ends) != all(ends):
             yield (
-                "Choose the samples in one way: --sample-id-range FIRST END, --start-sample with --end-sample, or "
+                "expected exactly one of --sample-id-range FIRST END, --start-sample with --end-sample, and "
                 "--start-step with --end-step."
             )
         if self.end_step is not None and not 1 <= (self.start_step or 0) <= self.end_step:
-            yield f"--end-step {self.end_step} needs a --start-step of at most {self.end_step}."
+            yield f"--end-step {self.end_step} requires a --start-step of at most {self.end_step}."
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known about a run's sample order.
+    """The sample order of a run, and its settings.
 
     Args:
-        ranges: the steps that were skipped, as the user asked.
-        stood_at: the progress of the checkpoint; None without one.
+        ranges: the steps skipped by --skip-train-iteration-range.
+        progress: the progress of the checkpoint; None without one.
         tokenizer: the tokenizer of the run; None if unknown.
-        passed: the steps before which a batch was passed over, as ranges.
+        skipped: the steps before which a bad batch was skipped, as ranges.
     """
 
     order: SampleOrder
     optim: OptimRequest
     ranges: tuple[tuple[int, int], ...] = ()
-    stood_at: Progress | None = None
+    progress: Progress | None = None
     tokenizer: TokenizerRecord | None = None
-    passed: tuple[tuple[int, int], ...] = ()
+    skipped: tuple[tuple[int, int], ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,20 +140,18 @@ def _of_checkpoint(folder: Path, given: Mapping[str, Any]) -> Origin:
 
     candidates = find(folder)
     if not candidates:
-        raise CheckpointError(
-            f"there is no checkpoint in {folder}. Give the folder to which a run saved its checkpoints."
-        )
+        raise CheckpointError(f"no checkpoint in {folder}. Give the folder of a run's checkpoints.")
     record = Record.from_json(read_record(candidates[0].path), candidates[0].path)
     config = with_overrides(RunConfig.from_json(record.config), given)
     order = SampleOrder.of_plan(
         record.data_plan, config.data, _masked(config.masking, config.loss, pairs=config.model.sentence_order_head)
     )
-    passed = tuple((batch["step"], batch["step"]) for batch in record.passed_batches)
-    return Origin(order, config.optim, config.safety.skip_ranges, record.progress, record.tokenizer, passed)
+    skipped = tuple((batch["step"], batch["step"]) for batch in record.passed_batches)
+    return Origin(order, config.optim, config.safety.skip_ranges, record.progress, record.tokenizer, skipped)
 
 
 def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
-    """The order in the run's checkpoint; without one, from its configuration, if it was started only once."""
+    """The order in the run's checkpoint, or from the configuration of a run that was started only once."""
     from megatron.checkpoint import find
     from megatron.observe.metrics_file import read_records
     from tools.runs.sample_order import SampleOrder
@@ -170,9 +168,9 @@ def _of_run(folder: Path, given: Mapping[str, Any]) -> Origin:
     starts = [record["step"] for record in read_records(folder) if record["kind"] == "start"]
     if starts != [0]:
         raise ConfigError(
-            f"The run in {folder} did not begin at step 0, or not only once (its starts: {starts}), and has no "
-            f"checkpoint in {saves or '(no --save)'}, so its sample order cannot be derived from its flags. Give the "
-            f"folder of its checkpoints with --load."
+            f"The run in {folder} did not start exactly once, at step 0 (its starts: {starts}), and has no checkpoint "
+            f"in {saves or '(no --save)'}, so its sample order cannot be derived from its flags. Give the folder of "
+            "its checkpoints with --load."
         )
     config = with_overrides(saved, given)
     length, seed = config.data.seq_length, config.random.seed
@@ -190,9 +188,7 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
         section, _, field = name.partition(".")
         sections.setdefault(section, {})[field] = value
     if "seq_length" not in sections["data"]:
-        raise ConfigError(
-            "--seq-length is needed to cut the data into samples as training did; or give --load or --run-dir."
-        )
+        raise ConfigError("--seq-length of the training run is required without --load or --run-dir.")
     data, optim = DataConfig(**sections["data"]), OptimRequest(**sections["optim"])
     skipped = sections["safety"].get("skip_train_iteration_range", ())
     ranges = SafetyRequest(skip_train_iteration_range=skipped).skip_ranges
@@ -203,14 +199,14 @@ def _of_flags(given: Mapping[str, Any]) -> Origin:
 
 
 def _masked(masking: MaskingConfig, loss: LossConfig, *, pairs: bool) -> MaskedOptions | None:
-    """How masked samples are made; None if the run had none."""
+    """The options of masked samples; None if the run had none."""
     from megatron.data.datasets.masked.masked_options import MaskedOptions
 
     return MaskedOptions.of(masking, loss, pairs=pairs)
 
 
 def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
-    """The samples [start, end) that the flags name."""
+    """The samples [start, end) that the flags select."""
     from megatron.observe.metrics_file import read_steps
     from tools.runs.sample_order import samples_of_logged_steps, samples_of_steps
 
@@ -221,12 +217,11 @@ def _range(flags: SampleFlags, origin: Origin) -> tuple[int, int]:
     last = flags.end_step or flags.start_step
     if flags.run_dir is not None:
         return samples_of_logged_steps(flags.start_step, last, read_steps(flags.run_dir))
-    ranges = (*origin.ranges, *origin.passed)
-    return samples_of_steps(flags.start_step, last, origin.optim, ranges, origin.stood_at)
+    ranges = (*origin.ranges, *origin.skipped)
+    return samples_of_steps(flags.start_step, last, origin.optim, ranges, origin.progress)
 
 
 def _tokenizer(origin: Origin) -> Tokenizer:
-    """The tokenizer of the run."""
     from megatron.data.build import token_file_prefixes
     from megatron.data.formats.sidecar import check_tokenizer_fits
     from megatron.tokenizers.record import check_same_tokenizer
@@ -234,7 +229,7 @@ def _tokenizer(origin: Origin) -> Tokenizer:
 
     tokenizer = build_tokenizer(origin.order.data)
     if origin.tokenizer is not None:
-        advice = ", or look at the ids with --print-tokens"
+        advice = ", or print ids with --print-tokens"
         check_same_tokenizer("the run was trained", origin.tokenizer, tokenizer, CheckpointError, advice)
     check_tokenizer_fits(token_file_prefixes(origin.order.data), tokenizer)
     return tokenizer
@@ -251,11 +246,11 @@ def _lines(samples: Iterator[TrainedSample], flags: SampleFlags, tokenizer: Toke
             record = {
                 "sample": sample.number,
                 "source": sample.source,
-                "pieces": [piece._asdict() for piece in sample.spans],
+                "pieces": [span._asdict() for span in sample.spans],
                 "text": text,
             }
             if tokenizer is not None and sample.hidden:
-                record["hidden"] = [[place, tokenizer.decode([token])] for place, token in sample.hidden]
+                record["hidden"] = [[position, tokenizer.decode([token])] for position, token in sample.hidden]
             if flags.all_tokens:
                 record["tokens"] = sample.tokens.tolist()
             yield json.dumps(record, ensure_ascii=False)

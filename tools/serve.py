@@ -3,9 +3,9 @@
     python tools/serve.py --load checkpoints/gpt2
     curl 'localhost:4000/generate?sentence=Hello'
 
-The server listens on 127.0.0.1 only, unless --host says otherwise. SIGTERM and Ctrl-C let running requests end. Under
-torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network over several processes, of
-which the first serves. See docs/serving.md.
+The server listens on 127.0.0.1 unless --host is set. On SIGTERM and Ctrl-C, running requests are completed. Under
+torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network over several processes, the
+first of which serves. See docs/serving.md.
 """
 
 from __future__ import annotations
@@ -41,62 +41,58 @@ class ServeFlags(SamplingFlags):
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
     host: str = flag("127.0.0.1", "address to listen on; 0.0.0.0 allows other machines to connect")
-    port: int = flag(4000, "port to listen on; 0 takes a free one", at_least=0, at_most=65535)
-    served_model_name: str | None = flag(
-        None, "name by which clients ask for the model; by default the name of the folder of checkpoints"
-    )
+    port: int = flag(4000, "port to listen on; 0 for a free one", at_least=0, at_most=65535)
+    served_model_name: str | None = flag(None, "model name for clients; the name of the checkpoint folder if unset")
     chat_template: str | None = flag(
-        None, "how a conversation becomes a prompt: plain, chatml, llama, dsgpt2, or a file with a Jinja template; by "
-        "default the one of the checkpoint's fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
+        None, "chat template: plain, chatml, llama, dsgpt2, or a file with a Jinja template; that of the checkpoint's "
+        "fine-tuning, else the tokenizer's, if unset", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     token_file: str | None = flag(
         None,
-        "file with the bearer token that clients must send; the variable MEGATRON_SERVE_TOKEN does the same",
+        "file with the bearer token that clients must send; or set MEGATRON_SERVE_TOKEN",
         path=PathUse.STREAM,
     )
-    cors_origin: tuple[str, ...] = flag(
-        (), "origins of web pages that may use the server, like https://example.org; * allows all", nargs="+"
-    )
+    cors_origin: tuple[str, ...] = flag((), "allowed CORS origins, such as https://example.org; * for all", nargs="+")
     allowed_host: tuple[str, ...] = flag(
         (),
-        "additional names by which a server on the loopback may be addressed, for instance behind a proxy",
+        "additional host names of a server on the loopback interface, for example behind a proxy",
         nargs="+",
     )
-    max_sequences: int = flag(32, "answers computed at the same time; others wait", at_least=1)
+    max_sequences: int = flag(32, "maximum number of sequences per batch; others wait", at_least=1)
     speculative_tokens: int = flag(
-        0, "tokens that multi-token prediction guesses ahead of each step, which verifies them; changes no text",
+        0, "speculative decoding: number of tokens drafted by multi-token prediction per step; does not change texts",
         at_least=0, at_most=MOST_SPECULATIVE_TOKENS,
     )  # fmt: skip
-    max_queue: int = flag(1024, "answers that may be waiting or in progress before requests are refused", at_least=1)
-    max_choices: int = flag(64, "answers per request", at_least=1)
+    max_queue: int = flag(
+        1024, "maximum number of sequences waiting or running before requests are refused", at_least=1
+    )
+    max_choices: int = flag(64, "maximum number of choices per request", at_least=1)
     max_new_tokens: int | None = flag(
-        None, "most tokens of one answer; by default what the model's positions allow", at_least=1
+        None, "maximum number of new tokens per choice; the remaining context if unset", at_least=1
     )
-    max_body_bytes: int = flag(1 << 20, "size of a request", at_least=1)
-    max_connections: int = flag(512, "simultaneous connections", at_least=1)
-    request_seconds: float = flag(600.0, "time for one request, waiting included", above=0)
-    grace_seconds: float = flag(20.0, "time for running requests after SIGTERM or Ctrl-C", at_least=0)
-    temperature: float = flag(0.9, "divisor of the logits, for /generate; 0 means --greedy", at_least=0)
-    top_k: int = flag(
-        30, "sample from the k most probable tokens, for /generate; 0 from all", at_least=0, spelled=("--top_k",)
-    )
+    max_body_bytes: int = flag(1 << 20, "maximum size of a request", at_least=1)
+    max_connections: int = flag(512, "maximum number of simultaneous connections", at_least=1)
+    request_seconds: float = flag(600.0, "timeout of a request, waiting included", above=0)
+    grace_seconds: float = flag(20.0, "grace period for running requests after SIGTERM or Ctrl-C", at_least=0)
+    temperature: float = flag(0.9, "sampling temperature of /generate; 0 for greedy decoding", at_least=0)
+    top_k: int = flag(30, "top-k sampling of /generate; 0 disables it", at_least=0, spelled=("--top_k",))
     top_p: float = flag(
-        1.0, "sample from the most probable tokens up to this cumulative probability, for /generate; 0 from all",
+        1.0, "nucleus sampling of /generate; 0 disables it",
         at_least=0, at_most=1, spelled=("--top_p",),
     )  # fmt: skip
     repetition_penalty: float = flag(
-        1.2, "factor by which tokens of the prompt and the text become less probable, for /generate", at_least=0.01,
+        1.2, "repetition penalty of /generate", at_least=0.01,
         at_most=100, spelled=("--repetition_penalty",),
     )  # fmt: skip
-    max_length: int = flag(120, "most new tokens of an answer of /generate", at_least=1, spelled=("--max_length",))
+    max_length: int = flag(120, "maximum number of new tokens of /generate", at_least=1, spelled=("--max_length",))
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.max_choices > self.max_queue:
-            yield f"--max-choices {self.max_choices} exceeds --max-queue {self.max_queue}, so it could never be served."
+            yield f"--max-choices {self.max_choices} exceeds --max-queue {self.max_queue}. Increase --max-queue."
         for origin in self.cors_origin:
             if origin != "*" and (not origin.startswith(("http://", "https://")) or origin.count("/") != 2):
-                yield f"--cors-origin {origin} is not an origin. Write for example https://example.org, or * for all."
+                yield f"--cors-origin {origin} is not an origin. Expected for example https://example.org, or *."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,7 +132,7 @@ def _serve(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
 
 
 def _serve_as_worker(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> None:
-    """Computes on another rank; only rank 0 decides when to stop."""
+    """Computes on other ranks, until rank 0 stops them."""
     import signal
 
     from megatron.inference.generation import serve_as_worker
@@ -149,9 +145,9 @@ def _serve_as_worker(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> No
 def _engine(flags: ServeFlags, loaded: LoadedModel) -> GenerationEngine:
     from megatron.inference.generation import GenerationEngine
 
-    guessed = flags.speculative_tokens
+    drafted = flags.speculative_tokens
     return GenerationEngine(
-        loaded, max_sequences=flags.max_sequences, isolates_failures=True, speculative_tokens=guessed
+        loaded, max_sequences=flags.max_sequences, isolates_failures=True, speculative_tokens=drafted
     )
 
 
@@ -162,7 +158,7 @@ def _load(request: ToolRequest[ServeFlags], mesh: ParallelMesh) -> LoadedModel:
 
 
 def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:
-    """The server, listening but without a model."""
+    """Opens the server, listening but without a model."""
     from trident.serve.network import listen
     from trident.serve.server import Server
 
@@ -172,15 +168,15 @@ def _server(flags: ServeFlags, has_seed: bool, seed: int) -> Server:
 
 
 def _access(flags: ServeFlags) -> Access:
-    """Who may use the server; warns if anyone may."""
+    """The access rules of the server; warns if anyone may use it."""
     from megatron import device
     from trident.serve.access import TOKEN_VARIABLE, Access, allowed_hosts, is_loopback, read_token
 
     token = read_token(flags.token_file, device.environment(TOKEN_VARIABLE))
     if token is None and not is_loopback(flags.host):
         log.warning(
-            f"--host {flags.host} allows other machines to connect, and no token is required: anyone who can reach "
-            f"port {flags.port} may use this server. Give --token-file FILE, or set {TOKEN_VARIABLE}."
+            f"--host {flags.host} allows other machines to connect without a token: anyone who can reach port "
+            f"{flags.port} may use this server. Use --token-file FILE, or set {TOKEN_VARIABLE}."
         )
     return Access(token, flags.cors_origin, allowed_hosts(flags.host, flags.allowed_host))
 

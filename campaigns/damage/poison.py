@@ -186,11 +186,11 @@ def _damage(engine: Engine, poison: Poison, shared: list[bool]) -> Callable[[], 
     else:
         chosen = parameters[int(poison.parameter * len(parameters))]
     if poison.target == "loss":
-        loss = StepLoss.of
-        StepLoss.of = lambda losses, *output, **options: _poisoned_loss(  # type: ignore[method-assign]
+        loss = StepLoss.loss
+        StepLoss.loss = lambda losses, *output, **options: _poisoned_loss(  # type: ignore[method-assign]
             losses, loss(losses, *output, **options), poison
         )
-        return lambda: setattr(StepLoss, "of", loss)
+        return lambda: setattr(StepLoss, "loss", loss)
     if poison.target == "gradient":
 
         def hook(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What is computed in the documents: the site's generated pages (`mkdocs build`), pictures, and tables."""
+"""Generated parts of the documents: pages of the site (`mkdocs build`), pictures and tables."""

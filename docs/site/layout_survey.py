@@ -1,6 +1,6 @@
-"""Which layouts go with what: the values of each axis as flags, and what the rules of flags say of their combinations.
+"""The values of each axis of a layout as flags, and their combinations that the rules of the flags refuse.
 
-The rules are where the flags are; nothing here decides anything. A new axis is a new row of `AXES`.
+A new axis is a new row of `AXES`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def words_of(values: Sequence[str]) -> list[str]:
 
 
 def problems_of(words: Sequence[str]) -> tuple[str, ...]:
-    """What is wrong with a command line; nothing but the words is looked at."""
+    """The problems of a command line, by its arguments alone."""
     return read_flags(words).problems
 
 

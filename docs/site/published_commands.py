@@ -69,7 +69,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What becomes of a command: the sentences that refuse it, none if it is accepted."""
+    """The outcome of a command: the messages that refuse it, none if it is accepted."""
 
     command: Command
     refusals: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ def check(command: Command) -> Outcome:
 
 
 def subject(sentence: str) -> str:
-    """What a sentence is about: the key of the DeepSpeed file, or the flag."""
+    """The subject of a message: the key of the DeepSpeed file, or the flag."""
     key = re.match(rf'--deepspeed_config {re.escape(SETTINGS)}: "([^"]+)"', sentence)
     if key:
         return key[1]

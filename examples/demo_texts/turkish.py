@@ -1,7 +1,7 @@
-"""Short Turkish stories, descriptions and talks, and questions with their answers, written by rule.
+"""Rule-based Turkish stories, descriptions and dialogues, and questions with answers.
 
-A document depends on the seed and its number only. What can be asked (regions, number plates, word forms, sums, upper
-case) is stated in descriptions as well, so that a network that has read the corpus can be taught to answer.
+A document depends only on the seed and its number. Descriptions state the facts of the questions (regions, number
+plates, word forms, sums, upper case), so that a network trained on the corpus can be fine-tuned to answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TurkishDocument:
 
 @dataclass(frozen=True)
 class TurkishCorpus:
-    """What was written: documents, held-out documents, questions, and bytes of all files."""
+    """The size of a written corpus: documents, held-out documents, questions, and bytes of all files."""
 
     documents: int
     held_out: int
@@ -48,7 +48,7 @@ class TurkishCorpus:
 
 
 def documents(seed: int) -> Iterator[TurkishDocument]:
-    """Distinct documents without an end; the beginning does not depend on how many are taken."""
+    """An infinite sequence of distinct documents, which depends only on the seed."""
     seen: set[str] = set()
     number = 0
     while True:
@@ -74,8 +74,8 @@ def write_turkish_corpus(
     """Writes documents as jsonl lines {"src", "text", "type", "id", "title"}.
 
     Args:
-        held_out: takes a tenth as many documents that are not among the others, as plain text.
-        pairs: takes the questions as jsonl lines {"prompt", "answer"}.
+        held_out: plain text of further documents, a tenth as many.
+        pairs: the questions as jsonl lines {"prompt", "answer"}.
 
     Raises:
         StorageError: a file cannot be written; checked before the work where possible.
@@ -83,16 +83,16 @@ def write_turkish_corpus(
     written = documents(seed)
     files = {path: "".join(_line(number, next(written)) for number in range(count))}
     others = [next(written).text for _ in range(-(-count // 10))]
-    asked = questions()
+    answered = questions()
     if held_out is not None:
         files[held_out] = "\n\n".join(others) + "\n"
     if pairs is not None:
-        rows = ({"prompt": question, "answer": answer} for question, answer in asked)
+        rows = ({"prompt": question, "answer": answer} for question, answer in answered)
         files[pairs] = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    for place in files:
-        check_writable(place)
-    size_bytes = sum(_write(place, text.encode()) for place, text in files.items())
-    return TurkishCorpus(count, len(others) if held_out else 0, len(asked) if pairs else 0, size_bytes)
+    for target in files:
+        check_writable(target)
+    size_bytes = sum(_write(target, text.encode()) for target, text in files.items())
+    return TurkishCorpus(count, len(others) if held_out else 0, len(answered) if pairs else 0, size_bytes)
 
 
 def _write(path: Path, content: bytes) -> int:
@@ -169,7 +169,7 @@ def _story(drawn: random.Random) -> tuple[str, str]:
 
 
 def _description(drawn: random.Random) -> tuple[str, str]:
-    """What is asked later, as statements about a city, a word and a sum."""
+    """Statements about a city, a word and a sum, which answer the questions."""
     city, thing = _name(drawn, list(words.CITIES)), _word(drawn, [*words.THINGS, *words.PLACES, *words.ANIMALS])
     region, plate = words.CITIES[city.bare]
     first, second = drawn.randint(1, 9), drawn.randint(1, 9)
@@ -189,7 +189,7 @@ def _description(drawn: random.Random) -> tuple[str, str]:
 
 
 def _talk(drawn: random.Random) -> tuple[str, str]:
-    """Two people ask and answer each other, a line each."""
+    """A dialogue of questions and answers, a line each."""
     first, second = drawn.sample(words.PEOPLE, 2)
     lines = []
     for question, answer in (_exchange(drawn) for _ in range(drawn.randint(2, 4))):
@@ -201,16 +201,16 @@ def _exchange(drawn: random.Random) -> tuple[str, str]:
     """A question, and an answer that fits it."""
     verb, motion = _word(drawn, words.VERBS_WITH_OBJECT), _word(drawn, words.VERBS_OF_MOTION)
     it = _word(drawn, words.THINGS).with_suffixes(grammar.ACCUSATIVE)
-    place = _word(drawn, words.PLACES)
-    there, to = place.with_suffixes(grammar.LOCATIVE), place.with_suffixes(grammar.DATIVE)
-    asked, done = (grammar.conjugated(verb, grammar.PAST, person) for person in (1, 0))
+    location = _word(drawn, words.PLACES)
+    there, to = location.with_suffixes(grammar.LOCATIVE), location.with_suffixes(grammar.DATIVE)
+    you_did, i_did = (grammar.conjugated(verb, grammar.PAST, person) for person in (1, 0))
     exchanges = (
-        (f"{it} {asked} {grammar.question_particle(asked)}?", f"evet, {there} {done}."),
+        (f"{it} {you_did} {grammar.question_particle(you_did)}?", f"evet, {there} {i_did}."),
         (
-            f"{it} {asked} {grammar.question_particle(asked)}?",
+            f"{it} {you_did} {grammar.question_particle(you_did)}?",
             f"hayır, {grammar.conjugated(verb, grammar.PAST, 0, negative=True)}.",
         ),
-        (f"{it} nerede {asked}?", f"{there} {done}."),
+        (f"{it} nerede {you_did}?", f"{there} {i_did}."),
         (
             f"yarın {to} kim {grammar.conjugated(motion, grammar.FUTURE)}?",
             f"{to} {drawn.choice(words.PEOPLE)} {grammar.conjugated(motion, grammar.FUTURE)}.",

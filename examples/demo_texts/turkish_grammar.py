@@ -84,35 +84,35 @@ def progressive(verb: Word, person: int = 2, *, negative: bool = False) -> str:
 
 
 def aorist(verb: Word, person: int = 2) -> str:
-    """What one does as a rule: gelir, yazar, bekler."""
+    """The habitual present: gelir, yazar, bekler."""
     one_syllable = len(re.findall(f"[{_VOWELS}]", verb.bare)) == 1
     vowel = "(A)" if one_syllable and verb.bare not in _HIGH_AORIST else "(I)"
     return verb.with_suffixes(vowel + "r", OTHER_PERSONS[person])
 
 
 def question_particle(word: str) -> str:
-    """The word that makes a question of the one before it: geldi mi, okudu mu."""
+    """The question particle after a word: geldi mi, okudu mu."""
     return _fitted(word, word, "mI")
 
 
 def upper(text: str) -> str:
-    """Upper case as Turkish has it: i becomes İ, ı becomes I."""
+    """Turkish upper case: i becomes İ, ı becomes I."""
     return text.translate(_UPPER).upper()
 
 
 def lower(text: str) -> str:
-    """Lower case as Turkish has it: İ becomes i, I becomes ı."""
+    """Turkish lower case: İ becomes i, I becomes ı."""
     return text.translate(_LOWER).lower()
 
 
 def capitalized(text: str) -> str:
-    """The text with its first letter in upper case, behind an opening quotation mark too."""
-    first = next((place for place, letter in enumerate(text) if letter.isalnum()), 0)
+    """The text with its first letter in upper case, even after an opening quotation mark."""
+    first = next((index for index, letter in enumerate(text) if letter.isalnum()), 0)
     return text[:first] + upper(text[first : first + 1]) + text[first + 1 :]
 
 
 def _fitted(text: str, changed: str, suffix: str) -> str:
-    """The suffix as it sounds behind a stem; `changed` is the stem before a vowel, whose vowels then count."""
+    """The suffix with the vowels and consonants that fit a stem; `changed` is the stem before a vowel."""
     optional = re.match(r"\((.)\)", suffix)
     if optional:
         needed = (optional[1].lower() in _VOWELS) != (text[-1] in _VOWELS)

@@ -138,7 +138,7 @@ class DsGpt2Flags(ProgramFlags):
 
     @property
     def program(self) -> Program:
-        """What dsGPT2's configuration files choose, where presets, files and flags win, and its lines."""
+        """dsGPT2's defaults, which presets, files and flags override, and its log style."""
         defaults = {
             "loss.loss_mean": "samples",
             "optim.lr": 1e-3 if self.train_mode == FINETUNE else 3.5e-4,
@@ -183,9 +183,9 @@ class DsGpt2Flags(ProgramFlags):
         return arguments + self._start()
 
     def _start(self) -> list[str]:
-        """Where training begins: from scratch, from a checkpoint of its own, or from another network's checkpoint.
+        """The flags of the initial weights: none, a checkpoint of this run, or of another one.
 
-        The command of a fine-tuning that was interrupted continues by itself.
+        Repeating the command of an interrupted fine-tuning continues it.
         """
         if self.restart and (self.train_mode == PRETRAIN or self.ckpt_id is not None):
             source = Path(self.load_dir or self._folder(self.workspace))

@@ -19,7 +19,7 @@ _KEEP_PRE_TOKENIZER = ("", "PreTrainedTokenizer", "TokenizersBackend", "LlamaTok
 
 
 def read_declarations(files: Mapping[str, Path]) -> dict[str, Any]:
-    """Returns the settings of `tokenizer_config.json`, plus those of older files if it lists no added tokens.
+    """Returns the settings of `tokenizer_config.json`, plus settings of older files if it lists no added tokens.
 
     Raises:
         DataError: a file is not a JSON object.

@@ -88,8 +88,8 @@ def local_files(source: str) -> dict[str, Path] | None:
     """
     path = Path(source)
     if path.is_file():
-        beside = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).exists()}
-        return {"tokenizer.json": path, **beside}
+        others = {name: path.parent / name for name in _HF_FILES[1:] if (path.parent / name).exists()}
+        return {"tokenizer.json": path, **others}
     if path.is_dir():
         return {name: path / name for name in _HF_FILES if (path / name).exists()}
     if path.name == TOKENIZER_FOLDER and (path.parent / "model.yaml").is_file():

@@ -3,7 +3,7 @@
 A token before every text (`<s>`) begins a prompt and is never a target. A token after every text (`</s>`) ends a
 document, so no prompt has it: the model would begin another document.
 
-If the tokenizer adds nothing after texts, the splits equal those of lm-evaluation-harness's `hf` model; otherwise the
+If the tokenizer adds nothing after texts, the splits equal lm-evaluation-harness's `hf` model; otherwise the
 harness counts the `</s>` as part of the continuation.
 """
 

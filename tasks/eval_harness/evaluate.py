@@ -4,9 +4,8 @@
     torchrun --nproc_per_node 2 tasks/eval_harness/evaluate.py --load checkpoints/gpt2 --task_list own \
         --include_path my_tasks --tensor-model-parallel-size 2
 
-The network, its dtype and the tokenizer come from the checkpoint; the trainer's flags may be given as well and must
-agree with it. Needs the package lm-eval. The harness downloads the data of its own tasks; tasks over local files are
-YAML files in the folder --include_path.
+The network, its dtype and the tokenizer come from the checkpoint; flags of the trainer must agree with it. Requires the
+package lm-eval. The harness downloads the data of its tasks; --include_path adds YAML files of tasks on local data.
 
 Source: bigscience Megatron-DeepSpeed `tasks/eval_harness/evaluate.py`.
 """
@@ -34,48 +33,46 @@ class HarnessFlags(ConfigSection):
     load: str = flag(
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
-    task_list: str = flag("all", "names of tasks with commas between them", spelled=("--task_list",))
+    task_list: str = flag("all", "comma-separated names of tasks", spelled=("--task_list",))
     results_path: str = flag(
-        "./results.json", "file for the results, JSON", spelled=("--results_path",), path=PathUse.NEW_FILE
+        "./results.json", "JSON file for the results", spelled=("--results_path",), path=PathUse.NEW_FILE
     )
     adaptive_seq_len: bool = flag(
         False,
-        "pad a batch to its longest text only; accepted, as batches never have more padding",
+        "accepted and ignored; batches are always padded to their longest text only",
         spelled=("--adaptive_seq_len",),
     )
-    eval_fp32: bool = flag(
-        False, "compute in float32, regardless of the dtype the network was trained in", spelled=("--eval_fp32",)
-    )
+    eval_fp32: bool = flag(False, "evaluate in float32 instead of the training dtype", spelled=("--eval_fp32",))
     intermed_results: bool = flag(False, "write the results after every task", spelled=("--intermed_results",))
     bootstrap_iters: int = flag(
         100_000,
-        "draws behind the standard errors of metrics without a formula",
+        "bootstrap iterations for standard errors of metrics without a formula",
         at_least=0,
         spelled=("--bootstrap_iters",),
     )
     micro_bs_multiplier: int = flag(
         1,
-        "factor of the micro batch size, as evaluation needs less memory",
+        "multiplier of the micro batch size, as evaluation needs less memory",
         at_least=1,
         spelled=("--micro_bs_multiplier",),
     )
     num_fewshot: int | None = flag(
         None,
-        "solved examples before each question; what the task says if unset",
+        "few-shot examples per question; the task's default if unset",
         at_least=0,
         spelled=("--num_fewshot",),
     )
-    limit: int | None = flag(None, "take only the first N items of each task", at_least=1)
+    limit: int | None = flag(None, "evaluate only the first N items of each task", at_least=1)
     include_path: str | None = flag(
-        None, "folder of further tasks, YAML files", spelled=("--include_path",), path=PathUse.FOLDER
+        None, "folder with YAML files of additional tasks", spelled=("--include_path",), path=PathUse.FOLDER
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.task_list == "all":
             yield (
-                "--task_list all is not supported: today's harness has thousands of tasks. Give the names you want, "
-                "such as --task_list lambada_openai,piqa (`lm_eval ls tasks` shows them)."
+                "--task_list all is not supported: the harness has thousands of tasks. List names, such as --task_list "
+                "lambada_openai,piqa (see `lm_eval ls tasks`)."
             )
 
 
@@ -97,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(request: ToolRequest[HarnessFlags], mesh: Any) -> None:
-    """Opens the checkpoint, runs the tasks, and writes and prints what rank 0 found."""
+    """Opens the checkpoint, runs the tasks, and writes and prints the results of rank 0."""
     from megatron.inference.loaded_model import open_checkpoint
     from megatron.parallel.agreement import run_on_first
     from trident.evaluate.harness import harness_model, run_harness

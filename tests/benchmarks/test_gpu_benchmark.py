@@ -26,6 +26,7 @@ from megatron.errors import ConfigError
 TINY_PARTS = ("build", "ops", "ring", "345m-fp16", "experts", "fp8", "zero", "sanitizer")
 
 
+@pytest.mark.full
 def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
     monkeypatch.setenv("PATH", "")  # without compute-sanitizer and nvcc, wherever this runs
@@ -49,6 +50,7 @@ def test_parts_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "### experts" in text and "targets met." in text
 
 
+@pytest.mark.full
 def test_contenders_are_processes_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
     PARTS["llama1b-4096"].run(Context("llama1b-4096", tmp_path, torch.device("cpu"), TINY, seconds=200))
@@ -202,7 +204,7 @@ def test_words_of_programs_are_understood(tmp_path: Path) -> None:
     }
     assert programs.test_counts("Segmentation fault")["error"] == 1
     files = programs.files_of_gpu_tests(programs.ROOT / "tests")
-    assert "tests/seeds/turkish_gpt2/test_001_9.py" in files and "tests/test_errors.py" not in files
+    assert "tests/seeds/turkish_gpt2/test_gpu_block.py" in files and "tests/test_errors.py" not in files
     context = Context("tests", tmp_path, torch.device("cpu"), TINY, seconds=100)
     done = programs.run(context, "-c", "print('one passed'); raise SystemExit(3)")
     assert done.returncode == 3 and "one passed" in (tmp_path / "tests.log").read_text()

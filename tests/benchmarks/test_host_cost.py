@@ -48,6 +48,7 @@ def test_reading_a_value_and_copying_between_devices_are_waits() -> None:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_benchmark_prints_both_sides_and_their_ratios(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--rounds", "2", "--steps", "1", "--layers", "1", "--widths", "8", "--dtypes", "fp32", "bf16"]

@@ -42,6 +42,7 @@ def test_names_lose_what_all_have_in_common() -> None:
     assert kernel_resources.demangled([mangled]) == ["add_rows<float, 4>"]
 
 
+@pytest.mark.full
 def test_the_kernels_of_an_operation_are_compiled_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not installed")
@@ -68,6 +69,7 @@ def test_packets_are_stored_by_one_instruction(operation: str, kernels: int, tmp
     assert all(re.search(r"st\.global\.wb\.v4\.u32", entry) for entry in takes_packets)
 
 
+@pytest.mark.full
 def test_rows_that_begin_at_packets_are_normalized_without_spills() -> None:
     nvcc = shutil.which("nvcc")
     if nvcc is None:

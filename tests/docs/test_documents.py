@@ -83,9 +83,9 @@ def test_readme_is_short_and_begins_with_the_readers_text() -> None:
 
 def test_the_extras_of_readme_are_those_of_the_package() -> None:
     table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = re.search(r"\(extras: `([\w ]+)`\)", (ROOT / "README.md").read_text())
+    extras = re.search(r"\(extras: `([\w -]+)`\)", (ROOT / "README.md").read_text())
     assert extras is not None
-    assert extras.group(1).split() == re.findall(r"^(\w+) = \[", table, flags=re.M)
+    assert extras.group(1).split() == re.findall(r"^([\w-]+) = \[", table, flags=re.M)
 
 
 def test_the_page_of_the_tools_lists_every_program() -> None:

@@ -199,6 +199,7 @@ def test_the_pods_of_the_job_find_each_other() -> None:
     assert codes == {"FailJob": list(map(int, final)), "Ignore": [int(ExitCode.REQUEUE)]}
 
 
+@pytest.mark.full
 def test_two_pods_train(tmp_path: Path) -> None:
     corpus = write_tiny_corpus(tmp_path)
     for source, name in ((corpus.vocab_file, "vocab.json"), (corpus.merge_file, "merges.txt")):

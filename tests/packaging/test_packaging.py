@@ -55,6 +55,7 @@ def test_without_a_compiler_the_build_succeeds_with_a_warning(tmp_path, kind):
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_with_a_compiler_the_extension_is_in_its_package(tmp_path):
     if not (shutil.which("g++") or shutil.which("c++")):
@@ -111,3 +112,9 @@ def test_every_package_is_installed():
 def test_version_and_licence():
     assert re.fullmatch(r"\d+\.\d+\.\d+", megatron.__version__)
     assert "Apache License" in (ROOT / "LICENSE").read_text()[:100]
+
+
+def test_the_source_archive_lacks_the_emulator():
+    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert lines.index("prune csrc/emulator") > lines.index("recursive-include csrc *.cpp *.h *.cu")
+    assert (ROOT / "csrc/emulator").is_dir()

@@ -45,15 +45,15 @@ def test_every_line_of_a_pipe_is_a_question(
     first, *rest = said.out.split("\n")
     assert "successfully loaded checkpoint" in said.err  # and not among the answers
     assert first and rest[-2:] == [first, ""]  # after /reset the same question has the same answer
-    assert "The conversation starts over." in said.err and "(cut off by the limit on tokens;" in said.err
+    assert "Conversation cleared." in said.err and "(truncated: see" in said.err
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f]", said.out)
 
 
 def test_commands(checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     talk(checkpoints, monkeypatch, "/help", "/system Be kind.", "Hello", "/quit", "Hello")
     said = capfd.readouterr()
-    assert "/help is not a command. There are /reset, /system TEXT and /quit; //help asks that." in said.err
-    assert "starts over, with instructions" in said.err
+    assert "unknown command /help. Use /reset, /system TEXT or /quit; //help sends it as a message." in said.err
+    assert "cleared, with a system prompt" in said.err
     assert "dsgpt2 has no system messages" in said.err and not said.out  # refused, and the next line goes on
     talk(checkpoints, monkeypatch, "/system Be kind.", "Hello", flags=("--chat-template", "plain"))
     assert capfd.readouterr().out.count("\n") == 1
@@ -93,8 +93,8 @@ def test_commands_take_what_they_take_and_a_question_may_begin_with_a_slash(
         "Hello",
     )
     said = capfd.readouterr().err
-    assert "/quit takes no text. Write /quit alone, or //quit now to ask that." in said
-    assert "/reset takes no text." in said and "/ is not a command." in said and "with instructions" in said
+    assert "/quit expects no text. Use /quit alone, or //quit now to send it as a message." in said
+    assert "/reset expects no text." in said and "unknown command /." in said and "with a system prompt" in said
     assert asked == ["/quit now", "/"]
 
 
@@ -129,7 +129,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(checkpoints: Path,
             assert time.monotonic() < ends_at, seen
             seen += os.read(ours, 4096)
 
-    wait_for(b"Ctrl-D ends.")
+    wait_for(b"Ctrl-D exits.")
     wait_for(b"> ")
     seen = b""
     os.write(ours, b"Hello\n")
@@ -139,7 +139,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(checkpoints: Path,
         seen += os.read(ours, 4096)
     process.send_signal(signal.SIGINT)
     wait_for(b"\r\n> ")  # stopped, or at its end if the machine was fast
-    assert b"(stopped)" in seen or b"(cut off" in seen
+    assert b"(stopped)" in seen or b"(truncated" in seen
     os.write(ours, b"\x04")
     assert process.wait(120) == 0
     os.close(ours)

@@ -39,7 +39,7 @@ def test_two_checkpoints_are_compared(folders: tuple[Path, Path], capsys: pytest
     assert checkpoints.main(["inspect", first, "--compare", second]) == 77
     text = capsys.readouterr().out
     assert "model.init_method_std: 0.4 and 0.3" in text and "DIFFERENT: " in text
-    with pytest.raises(ConfigError, match="--manifest-only reads no values, and --compare needs them"):
+    with pytest.raises(ConfigError, match="--manifest-only cannot be combined with --compare"):
         checkpoints.main(["inspect", first, "--compare", second, "--manifest-only"])
 
 
@@ -48,7 +48,9 @@ def test_the_mean_generates_text(
 ) -> None:
     words = [*map(str, folders), "--save", str(tmp_path / "mean"), "--coefficients", "1", "3"]
     assert checkpoints.main(["average", *words]) == 0
-    assert capsys.readouterr().out.endswith(f"the mean of 2 checkpoints is in {tmp_path / 'mean' / 'iter_0000003'}\n")
+    assert capsys.readouterr().out.endswith(
+        f"wrote the mean of 2 checkpoints to {tmp_path / 'mean' / 'iter_0000003'}\n"
+    )
     one, two, mean = (dict(read_tensors(path / "iter_0000003")) for path in (*folders, tmp_path / "mean"))
     assert all(torch.allclose(mean[name], one[name] / 4 + two[name] * 3 / 4) for name in one)
     words = ["--load", str(tmp_path / "mean"), "--num-samples", "1", "--genfile", str(tmp_path / "texts.jsonl")]
@@ -58,11 +60,11 @@ def test_the_mean_generates_text(
 
 def test_the_checkpoints_to_average_are_checked(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second, save = str(folders[0]), str(folders[1]), ["--save", str(tmp_path / "mean")]
-    with pytest.raises(ConfigError, match=f"a mean needs two checkpoints, and only {first} is given"):
+    with pytest.raises(ConfigError, match=f"averaging requires at least two checkpoints, got only {first}"):
         checkpoints.main(["average", first, *save])
-    with pytest.raises(ConfigError, match="--last 2 takes the checkpoints of one folder, but 2 were given"):
+    with pytest.raises(ConfigError, match="--last 2 requires one folder of checkpoints, got 2"):
         checkpoints.main(["average", first, second, "--last", "2", *save])
-    with pytest.raises(ConfigError, match="--coefficients has 3 numbers for 2 checkpoints"):
+    with pytest.raises(ConfigError, match="--coefficients has 3 values for 2 checkpoints"):
         checkpoints.main(["average", first, second, "--coefficients", "1", "2", "3", *save])
     with pytest.raises(CheckpointError, match=r"--last 3: .* holds 1 checkpoints"):
         checkpoints.main(["average", first, "--last", "3", *save])

@@ -38,7 +38,7 @@ def test_the_last_sentence_names_what_would_be_faster() -> None:
         return doctor.Finding("kernels", subject, status, text)
 
     slow = [finding("gigatoken", doctor.SLOW), finding("index builder", doctor.SLOW), finding("norm")]
-    assert doctor.what_is_slow(slow) == "Slower than it could be: gigatoken, index builder. See the arrows above."
+    assert doctor.what_is_slow(slow) == "Slower than necessary: gigatoken, index builder. See the arrows above."
     unbuilt = finding("norm", text="torch: csrc is not built: python tools/build_kernels.py")
     assert doctor.what_is_slow([unbuilt]) == "Compiled kernels would make it faster: python tools/build_kernels.py"
     assert doctor.what_is_slow([finding("norm")]) == "Nothing to improve."
@@ -216,13 +216,13 @@ def test_of_a_refused_command_the_changes_that_are_enough(capsys: pytest.Capture
     assert lines[0] == "REFUSED" and lines[1].startswith(
         "  --zero-stage 3 cannot be combined with --pipeline-model-par"
     )
-    assert lines[2] == "One of these changes is enough."
+    assert lines[2] == "One of these changes is sufficient."
     assert [line.split("  (")[0].strip() for line in lines[3:]] == [
         *("pipeline", "works   no pipeline, without --pipeline-schedule"),
         *("ZeRO", "works   ZeRO 1", "works   ZeRO 0", "works   ZeRO 2"),
     ]
     assert doctor.main(["--layouts", "--", *SMALL, *pipeline, "--zero-stage", "3", "--compile"]) == ExitCode.DONE
-    assert "No single change of the layout is enough." in capsys.readouterr().out
+    assert "No single change of the layout is sufficient." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("schedule", ["mine.csv", "zbv"])

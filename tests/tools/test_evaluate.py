@@ -116,11 +116,17 @@ def test_results_of_other_tasks_outlive_one_that_fails(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--load", "x"], "Give either --tasks FILE or --task KIND"),
-        (["--load", "x", "--tasks", "a", "--task", "lambada", "--data", "b"], "Give either --tasks FILE or --task"),
-        (["--load", "x", "--tasks", "a", "--set", "b=1"], "--data and --set describe a single task"),
-        (["--load", "x", "--task", "lambada"], "--task lambada needs --data FILE"),
-        (["--load", "x", "--task", "lambada", "--data", "a", "--set", "strict"], "--set strict is not key=value"),
+        (["--load", "x"], "expected either --tasks FILE, or --task KIND"),
+        (
+            ["--load", "x", "--tasks", "a", "--task", "lambada", "--data", "b"],
+            "expected either --tasks FILE, or --task",
+        ),
+        (["--load", "x", "--tasks", "a", "--set", "b=1"], "--data and --set require --task KIND"),
+        (["--load", "x", "--task", "lambada"], "--task lambada requires --data FILE"),
+        (
+            ["--load", "x", "--task", "lambada", "--data", "a", "--set", "strict"],
+            "--set strict is invalid. Expected key=value",
+        ),
         (["--load", "x", "--task", "lambada", "--data", "a", "--set", "data=b"], "the key data is given twice"),
         (["--load", "x", "--task", "lambada", "--data", "a", "--set", "stride=3"], "the key 'stride' is not one of"),
         (["--load", "x", "--task", "hellaswag", "--data", "a"], "`task` 'hellaswag' is unknown"),

@@ -67,7 +67,7 @@ def test_requesting_more_tokens_than_positions_warns_once(
     argv = ["--load", str(checkpoints), "--sample-input-file", str(prompt_file), "--greedy"]
     assert generate_samples_gpt.main([*argv, *(["--out-seq-length", length] if length else [])]) == 0
     said = capsys.readouterr().err
-    assert said.count(f"--out-seq-length {length} does not fit a model of {POSITIONS} positions") == warns
+    assert said.count(f"--out-seq-length {length} exceeds the {POSITIONS} positions of the model") == warns
     assert ("warning" in said) == bool(warns)
 
 
@@ -100,9 +100,9 @@ def test_tokenizer_files_recorded_in_the_checkpoint_can_be_overridden(
 def test_terminal_input_is_announced_and_empty_input_is_rejected(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda number: None)
+    monkeypatch.setattr(generate_samples_gpt, "_read_prompt", lambda number: None)
     argv = ["--load", str(checkpoints), "--num-samples", "0"]
-    with pytest.raises(ConfigError, match=r"--num-samples N \(0 means none\).*contains no prompt"):
+    with pytest.raises(ConfigError, match=r"--num-samples N .*contains no prompt"):
         generate_samples_gpt.main(argv)
     monkeypatch.setattr(generate_samples_gpt, "_is_terminal", lambda: True)
     assert generate_samples_gpt.main(argv) == 0
@@ -111,7 +111,7 @@ def test_terminal_input_is_announced_and_empty_input_is_rejected(
 
 def test_without_standard_input_there_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    assert generate_samples_gpt._ask(1) is None and not generate_samples_gpt._is_terminal()
+    assert generate_samples_gpt._read_prompt(1) is None and not generate_samples_gpt._is_terminal()
 
 
 def test_unconditional_samples_depend_only_on_seed_and_index(checkpoints: Path, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_only_tokens_of_the_tokenizer_are_generated(tmp_path: Path) -> None:
     assert generate_samples_gpt.main([*flags, "--load-tag", "global_step3"]) == 0
     tokens = [token for line in out.read_text().splitlines() for token in json.loads(line)["tokens"]]
     assert len(tokens) >= 12 and max(tokens) < 2000
-    with pytest.raises(CheckpointError, match="holds no checkpoint of step 2"):
+    with pytest.raises(CheckpointError, match="has no checkpoint of step 2"):
         generate_samples_gpt.main([*flags, "--ckpt-step", "2"])
 
 
@@ -180,7 +180,7 @@ def test_typed_prompts_are_continued(
     checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = iter(["import os", "", "a " * 400, "def f"])
-    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda number: next(typed, None))
+    monkeypatch.setattr(generate_samples_gpt, "_read_prompt", lambda number: next(typed, None))
     assert generate_samples_gpt.main(["--load", str(checkpoints), "--out-seq-length", "4"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("import os")
@@ -210,22 +210,25 @@ def test_a_flag_that_contradicts_the_checkpoint(checkpoints: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--num-samples", "3"], "--num-samples 3 needs --genfile"),
-        (["--genfile", "a"], "--genfile a is for --num-samples"),
-        (["--num-samples", "3", "--genfile", "a", "--sample-input-file", "b"], "Give one of them"),
+        (["--num-samples", "3"], "--num-samples 3 requires --genfile"),
+        (["--genfile", "a"], "--genfile a requires --num-samples"),
+        (["--num-samples", "3", "--genfile", "a", "--sample-input-file", "b"], "Drop one of them"),
         (["--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["--logit-bias", "x=1"], "--logit-bias x=1 is invalid. Expected a token id and a bias"),
         (["--top_p", "1.5"], "--top-p 1.5 is out of range"),
-        (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Give --num-samples 6 instead"),
+        (["--num-samples", "3", "--genfile", "a", "--num-return-sequences", "2"], "Use --num-samples 6 instead"),
         (["--num-return-sequences", "0"], "--num-return-sequences 0 is out of range"),
         (
             ["--num-beams", "2", "--num-return-sequences", "3"],
-            "--num-beams 2 finds 2 texts for a prompt, and 3 are requested",
+            "--num-beams 2 is less than the 3 requested texts per prompt",
         ),
-        (["--num-beams", "2", "--recompute"], "--recompute is for drawing tokens"),
-        (["--speculative-tokens", "2", "--recompute"], "--speculative-tokens 2 does not go with --recompute"),
-        (["--speculative-tokens", "2", "--num-beams", "3"], "--speculative-tokens 2 does not go with --num-beams 3"),
-        (["--num-beams", "2", "--top_k", "3"], "--top-k 3 is for drawing tokens"),
+        (["--num-beams", "2", "--recompute"], "--recompute cannot be combined with --num-beams"),
+        (["--speculative-tokens", "2", "--recompute"], "--speculative-tokens 2 cannot be combined with --recompute"),
+        (
+            ["--speculative-tokens", "2", "--num-beams", "3"],
+            "--speculative-tokens 2 cannot be combined with --num-beams 3",
+        ),
+        (["--num-beams", "2", "--top_k", "3"], "--top-k 3 cannot be combined with --num-beams 2"),
     ],
 )
 def test_contradicting_flags_are_rejected(flags: list[str], says: str) -> None:
@@ -309,7 +312,7 @@ def test_texts_before_a_failure_are_kept_next_to_the_older_file(
         with pytest.raises(KeyboardInterrupt):
             generate_samples_gpt.main(argv)
     assert _records(output) == complete and _records(partial) == complete[:2]
-    assert f"The 2 texts until then are in {partial}." in capsys.readouterr().err
+    assert f"2 texts written so far are in {partial}." in capsys.readouterr().err
     assert generate_samples_gpt.main(argv) == 0
     assert _records(output) == complete and not partial.exists()
 
@@ -353,5 +356,5 @@ def test_another_tokenizer_is_refused(checkpoints: Path, tmp_path: Path) -> None
 
 
 def test_too_many_processes_are_refused(checkpoints: Path) -> None:
-    with pytest.raises(RankFailure, match="2 processes were started, but the network is split over 1"):
+    with pytest.raises(RankFailure, match="this run has 2 processes, but the network is split over 1"):
         run_ranks(_tool, 2, ["--load", str(checkpoints), "--greedy"])

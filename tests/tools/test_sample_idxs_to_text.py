@@ -135,7 +135,7 @@ def test_the_order_of_a_run_without_checkpoints_comes_from_its_folder(
     config = json.loads((run / "config.1.json").read_text())
     config["saving"]["save"] = str(tmp_path / "nowhere")
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"not only once \(its starts: \[0, 5\]\), and has no checkpoint"):
+    with pytest.raises(ConfigError, match=r"exactly once, at step 0 \(its starts: \[0, 5\]\), and has no checkpoint"):
         tool.main(["--run-dir", str(run), "--start-step", "1"])
     metrics = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in metrics[:6]))
@@ -174,13 +174,13 @@ def test_plain_lines_and_a_file(trained: dict[str, Any], capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--load a --run-dir b --start-step 1", "--load a and --run-dir b both"),
-        ("--load a", "Choose the samples in one way"),
-        ("--load a --start-sample 1", "Choose the samples in one way"),
-        ("--load a --start-step 1 --sample-id-range 1 2", "Choose the samples in one way"),
-        ("--load a --end-step 3", "--end-step 3 needs a --start-step"),
-        ("--load a --start-step 4 --end-step 3", "--end-step 3 needs a --start-step of at most 3"),
-        ("--sample-id-range 1 2", "--seq-length is needed"),
+        ("--load a --run-dir b --start-step 1", "--load a cannot be combined with --run-dir b"),
+        ("--load a", "expected exactly one of --sample-id-range"),
+        ("--load a --start-sample 1", "expected exactly one of --sample-id-range"),
+        ("--load a --start-step 1 --sample-id-range 1 2", "expected exactly one of --sample-id-range"),
+        ("--load a --end-step 3", "--end-step 3 requires a --start-step"),
+        ("--load a --start-step 4 --end-step 3", "--end-step 3 requires a --start-step of at most 3"),
+        ("--sample-id-range 1 2", "--seq-length of the training run is required"),
         (
             "--sample-id-range 1 2 --train-weighted-split-paths-path /nowhere.txt",
             "--train-weighted-split-paths-path /nowhere.txt",
@@ -200,13 +200,13 @@ def test_wrong_flags(words: str, message: str) -> None:
 
 def test_samples_that_cannot_be_shown(trained: dict[str, Any], tmp_path: Path) -> None:
     checkpoint = ["--load", str(trained["folder"] / "checkpoints")]
-    with pytest.raises(DataError, match="Samples 5 to 41 are not a range within the 40 planned training samples"):
+    with pytest.raises(DataError, match="Samples 5 to 41 are not within the 40 planned training samples"):
         tool.main([*checkpoint, "--sample-id-range", "5", "41"])
-    with pytest.raises(CheckpointError, match="there is no checkpoint in .*empty"):
+    with pytest.raises(CheckpointError, match="no checkpoint in .*empty"):
         tool.main(["--load", str(tmp_path / "empty"), "--start-step", "1"])
     other = write_vocabulary(tmp_path, 520)
     files = ["--vocab-file", str(other.vocab_file), "--merge-file", str(other.merge_file)]
-    with pytest.raises(CheckpointError, match="the run was trained with another tokenizer .* or look at the ids"):
+    with pytest.raises(CheckpointError, match="the run was trained with another tokenizer .* or print ids"):
         tool.main([*checkpoint, "--start-step", "1", *files])
     assert tool.main([*checkpoint, "--start-step", "1", *files, "--print-tokens"]) == 0
 
@@ -217,7 +217,7 @@ def test_steps_to_samples() -> None:
     assert samples_of_steps(2, 5, optim, ()) == (2, 22)
     assert samples_of_steps(3, 4, optim, ((2, 2),)) == (8, 22)
     assert samples_of_steps(1, 2, optim, (), Progress(step=5, consumed_samples=22)) == (0, 4)
-    with pytest.raises(ConfigError, match="had consumed 20 samples at step 5; .* that would be 22"):
+    with pytest.raises(ConfigError, match="had consumed 20 samples at step 5, .* give 22"):
         samples_of_steps(1, 2, optim, (), Progress(step=5, consumed_samples=20))
     logged = {4: {"consumed_samples": 30, "global_batch_size": 8}, 5: {"consumed_samples": 40, "global_batch_size": 8}}
     assert samples_of_logged_steps(4, 5, logged) == (22, 40)

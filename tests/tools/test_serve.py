@@ -64,7 +64,7 @@ def test_other_machines_are_let_in_with_a_warning(
 ) -> None:
     flags = serve.ServeFlags(load="x", host="0.0.0.0")
     assert serve._access(flags).hosts is None
-    assert "--host 0.0.0.0 allows other machines to connect, and no token is required" in capsys.readouterr().err
+    assert "--host 0.0.0.0 allows other machines to connect without a token" in capsys.readouterr().err
     monkeypatch.setenv("MEGATRON_SERVE_TOKEN", "0123456789abcdef0123")
     access = serve._access(flags)
     assert access.token is not None and access.token.reveal() == "0123456789abcdef0123"

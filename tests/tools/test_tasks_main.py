@@ -44,7 +44,7 @@ def test_the_lines_of_lambada_with_the_trainers_flags(folder: Path, capfd: pytes
         ("RACE", "--task RACE is not supported: it trains a classifier .* multiple_choice task of tools/evaluate.py"),
         ("ICT-ZEROSHOT-NQ", "--task ICT-ZEROSHOT-NQ is not supported: it evaluates a retriever"),
         ("MSDP-PROMPT", "--task MSDP-PROMPT is not supported: .* exact_match task"),
-        ("HELLASWAG", "--task HELLASWAG is not known. Use WIKITEXT103 or LAMBADA"),
+        ("HELLASWAG", "--task HELLASWAG is unknown. Use WIKITEXT103 or LAMBADA"),
     ],
 )
 def test_other_tasks_are_refused_with_a_way_out(task: str, says: str) -> None:
@@ -55,8 +55,8 @@ def test_other_tasks_are_refused_with_a_way_out(task: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], r"--valid-data takes one file, 0 given \(none\)"),
-        (["--valid-data", "a", "b"], r"--valid-data takes one file, 2 given \(a b\)"),
+        ([], r"--valid-data expects one file, got 0 \(none\)"),
+        (["--valid-data", "a", "b"], r"--valid-data expects one file, got 2 \(a b\)"),
         (["--valid-data", "a", "--overlapping-eval", "0"], "--overlapping-eval 0 is out of range"),
         (["--valid-data", "a", "--faiss-use-gpu"], "unknown flag --faiss-use-gpu"),
     ],

@@ -67,7 +67,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_terminal_sees_no_control_characters(output: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda number: ASKED[number - 1])
+    monkeypatch.setattr(generate_samples_gpt, "_read_prompt", lambda number: ASKED[number - 1])
     with terminal(monkeypatch) as arrived:
         output()
         assert SHOWN in arrived()
@@ -77,7 +77,7 @@ def test_a_terminal_sees_no_control_characters(output: Callable[[], None], monke
 def test_a_file_gets_the_text_as_it_is(
     output: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(generate_samples_gpt, "_ask", lambda number: ASKED[number - 1])
+    monkeypatch.setattr(generate_samples_gpt, "_read_prompt", lambda number: ASKED[number - 1])
     with (tmp_path / "out").open("w", encoding="utf-8", newline="") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         output()

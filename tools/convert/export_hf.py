@@ -2,9 +2,9 @@
 
     python tools/convert/export_hf.py --load checkpoints/llama --output Llama-mine --dtype bfloat16
 
-The directory loads offline with AutoModelForCausalLM (an encoder with AutoModelForMaskedLM) and AutoTokenizer. Its
-proof.json compares the logits of our network and of transformers in float32; if they are not equal, nothing is written.
-A model that does not fit into memory twice in float32 is compared by its first layers (--proof-layers).
+The directory loads offline with AutoModelForCausalLM (an encoder with AutoModelForMaskedLM) and AutoTokenizer. The
+logits of both networks are compared in float32, which proof.json records; if they differ, nothing is written. Use
+--proof-layers to compare only the first layers of a model that does not fit into memory twice in float32.
 """
 
 from __future__ import annotations
@@ -34,38 +34,43 @@ class ExportFlags(ConfigSection):
     load: str = flag(
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
-    output: str = flag(help="directory to make; it must not exist", path=PathUse.FOLDER)
+    output: str = flag(help="output directory; it must not exist", path=PathUse.FOLDER)
     dtype: str | None = flag(
-        None, "element type of the weights; as stored if unset", choices=("float32", "bfloat16", "float16")
+        None, "dtype of the weights; as stored if unset", choices=("float32", "bfloat16", "float16")
     )
-    max_shard_size: str = flag("5GB", "largest file of weights, with KB, MB, GB or TB")
+    max_shard_size: str = flag("5GB", "maximum size of a weight file, in KB, MB, GB or TB")
     model_type: str | None = flag(
-        None, "family to write; the one it was imported from, or the first that can express the network if unset"
+        None, "model type to write; the imported one, or the first that supports the network, if unset"
     )
     tokenizer_name_or_path: str | None = flag(
         None,
-        "folder of the tokenizer, if the checkpoint's has moved",
+        "path to the tokenizer, if it has moved since training",
         spelled=("--tokenizer-model",),
         path=PathUse.FILE_OR_FOLDER,
     )
-    vocab_file: str | None = flag(None, "vocabulary file, if the checkpoint's has moved", path=PathUse.SMALL_FILE)
-    merge_file: str | None = flag(None, "byte-pair merges, if the checkpoint's have moved", path=PathUse.SMALL_FILE)
+    vocab_file: str | None = flag(
+        None, "path to the vocabulary file, if it has moved since training", path=PathUse.SMALL_FILE
+    )
+    merge_file: str | None = flag(
+        None, "path to the BPE merge file, if it has moved since training", path=PathUse.SMALL_FILE
+    )
     chat_template: str | None = flag(
         None,
-        "chat template to write: a name or a file; the one the model was tuned with if unset",
+        "chat template to write, by name or file; that of fine-tuning if unset",
         path=PathUse.FILE_OR_FOLDER,
     )
     averaged_weights: bool = flag(
         False,
-        "export the means of the weights, which a run with --ema-decay or --optimizer schedule-free saves, instead of "
-        "the weights",
+        "export the averaged weights of a run with --ema-decay or --optimizer schedule-free",
     )
     proof_layers: int | None = flag(
-        None, "layers whose logits are compared, the first ones with embedding and head; all if unset", at_least=1
+        None,
+        "number of first layers, with embedding and output layer, whose logits are compared; all if unset",
+        at_least=1,
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         try:
             self.largest_file_bytes()
         except ConfigError as failure:
@@ -79,14 +84,16 @@ class ExportFlags(ConfigSection):
         """
         number, unit = self.max_shard_size[:-2].strip(), self.max_shard_size[-2:].upper()
         if not number.isdecimal() or int(number) < 1 or unit not in _UNITS:
-            raise ConfigError(f"--max-shard-size {self.max_shard_size} is not a size. Write for example 5GB or 500MB.")
+            raise ConfigError(
+                f"--max-shard-size {self.max_shard_size} is not a size. Expected for example 5GB or 500MB."
+            )
         return int(number) * _UNITS[unit]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports the newest checkpoint."""
-    words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(ExportFlags, words, prog="export_hf.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(ExportFlags, arguments, prog="export_hf.py", description=__doc__ or "")
 
     from megatron.checkpoint import newest_record
     from megatron.checkpoint.record import Record
@@ -96,13 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     newest = newest_record(Path(flags.load), ParallelMesh.single())
     if newest is None:
         raise CheckpointError(
-            f"there is no checkpoint in {flags.load} (--load {flags.load}). Give the folder to which a run saved its "
-            "checkpoints."
+            f"no checkpoint in {flags.load} (--load {flags.load}). Give the folder of a run's checkpoints."
         )
     record = Record.from_json(newest.record, newest.path)
     config = RunConfig.from_json(record.config)
     choice = _tokenizer(flags, config, newest.path)
-    made = export_model(
+    output = export_model(
         ExportRequest(
             newest.path,
             Path(flags.output),
@@ -118,12 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             chat_template=tuned_template(flags.chat_template or config.finetuning.chat_template, config.data, choice),
         )
     )
-    log.line(f"exported {newest.path} to {made}")
+    log.line(f"exported {newest.path} to {output}")
     return 0
 
 
 def _tokenizer(flags: ExportFlags, config: RunConfig, checkpoint: Path) -> TokenizerChoice:
-    """The checkpoint's tokenizer, or the one that the flags name."""
+    """The checkpoint's tokenizer, or the one set by flags."""
     from megatron.tokenizers.tokenizer import TokenizerChoice
 
     if flags.tokenizer_name_or_path is not None:

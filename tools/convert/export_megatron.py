@@ -4,10 +4,10 @@ r"""Writes a checkpoint of any layout in DeepSpeed's or Megatron-LM's format.
     python tools/convert/export_megatron.py --load checkpoints/llama --output megatron --format torch \
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
-universal is DeepSpeed's format for every layout: weights and moments, one folder per parameter. torch is Megatron-LM's
-iter_0000100/mp_rank_XX/model_optim_rng.pt. --naming chooses the parameter names: bigscience and deepspeedai are the
-names in those forks' pipelines, classic the modules of Megatron-LM before Megatron Core, core today's. A network that
-cannot be expressed is refused, naming the fields that would be lost.
+universal is DeepSpeed's layout-independent format: weights and moments, one folder per parameter. torch is
+Megatron-LM's iter_0000100/mp_rank_XX/model_optim_rng.pt. --naming selects the parameter names: those of the bigscience
+or deepspeedai fork's pipelines, of Megatron-LM before Megatron Core (classic), or of Megatron Core (core). A network
+that the format cannot represent is refused with the fields that would be lost.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _NAMINGS = {"universal": ("bigscience", "deepspeedai", "classic"), "torch": ("co
 class ExportFlags(ConfigSection):
     """Flags of this program."""
 
-    load: str = flag(help="folder of checkpoints (the newest is taken), or one checkpoint", path=PathUse.FOLDER)
-    output: str = flag(help="folder to make; it must not exist", path=PathUse.FOLDER)
+    load: str = flag(help="folder of checkpoints (the newest is used), or one checkpoint", path=PathUse.FOLDER)
+    output: str = flag(help="output folder; it must not exist", path=PathUse.FOLDER)
     format: str = flag(
         "universal", "DeepSpeed's universal format, or Megatron-LM's torch layout", choices=tuple(_NAMINGS)
     )
@@ -39,18 +39,18 @@ class ExportFlags(ConfigSection):
         "parameter names; bigscience for universal and core for torch if unset",
         choices=("bigscience", "deepspeedai", "classic", "core"),
     )
-    tensor_model_parallel_size: int = flag(1, "tensor-parallel ranks that will read it", at_least=1)
-    pipeline_model_parallel_size: int = flag(1, "pipeline stages that will read it", at_least=1)
+    tensor_model_parallel_size: int = flag(1, "tensor-parallel size of the output", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "pipeline-parallel size of the output", at_least=1)
     keep_padding: bool = flag(
         False,
-        "universal: write the padding rows of the vocabulary, which DeepSpeed's ZeRO-3 loader does not add itself",
+        "universal: write the padded vocabulary rows, which DeepSpeed's ZeRO-3 loader does not add",
     )
-    weights_only: bool = flag(False, "leave out the optimizer state")
+    weights_only: bool = flag(False, "do not export the optimizer state")
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.keep_padding and self.format == "torch":
-            yield "--keep-padding is for --format universal; the torch layout always has the padding. Drop it."
+            yield "--keep-padding cannot be combined with --format torch, which always has the padding. Drop it."
         allowed = _NAMINGS.get(self.format, ())
         if self.naming is not None and allowed and self.naming not in allowed:
             yield f"--naming {self.naming} cannot be combined with --format {self.format}. Use {' or '.join(allowed)}."
@@ -58,8 +58,8 @@ class ExportFlags(ConfigSection):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exports the newest checkpoint."""
-    words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(ExportFlags, words, prog="export_megatron.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(ExportFlags, arguments, prog="export_megatron.py", description=__doc__ or "")
 
     from megatron.checkpoint.recovery import OpenCheckpoint
     from trident.convert.megatron_output.output_tensors import OutputRequest
@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         not flags.weights_only,
         flags.keep_padding,
     )
-    made = write_universal(request) if flags.format == "universal" else write_torch_layout(request)
-    log.line(f"exported {checkpoint.folder} to {made}")
+    output = write_universal(request) if flags.format == "universal" else write_torch_layout(request)
+    log.line(f"exported {checkpoint.folder} to {output}")
     return 0
 
 

@@ -1,11 +1,11 @@
-"""Converts a Hugging Face model directory to a checkpoint, which any layout can train on.
+"""Converts a Hugging Face model directory to a checkpoint that any layout can load.
 
     python tools/convert/import_hf.py Llama-3.2-1B --save checkpoints/llama
     python pretrain_gpt.py --config checkpoints/llama/model.yaml --load checkpoints/llama --finetune --save out ...
 
-The folder gets the checkpoint, model.yaml with the flags of the network, the tokenizer, and proof.json: the logits of
-our network and of transformers in float32, which must be equal. Otherwise nothing is written. A model that does not
-fit into memory twice in float32 is compared by its first layers (--proof-layers).
+Writes the checkpoint, model.yaml with the flags of the network, the tokenizer, and proof.json. The logits of both
+networks are compared in float32; if they differ, nothing is written. Use --proof-layers to compare only the first
+layers of a model that does not fit into memory twice in float32.
 """
 
 from __future__ import annotations
@@ -25,30 +25,34 @@ from megatron.config import ConfigSection, PathUse, flag, parse_flags
 class ImportFlags(ConfigSection):
     """Flags of this program."""
 
-    model: str = flag(help="directory of a downloaded model; the flag's name may be left out", path=PathUse.FOLDER)
-    save: str = flag(help="folder of checkpoints to make; it must not exist", path=PathUse.FOLDER)
+    model: str = flag(
+        help="directory of a downloaded model; also accepted as a positional argument", path=PathUse.FOLDER
+    )
+    save: str = flag(help="output folder of the checkpoint; it must not exist", path=PathUse.FOLDER)
     tokenizer_name_or_path: str | None = flag(
         None,
-        "folder of a tokenizer to use in place of the directory's",
+        "path to a tokenizer to use instead of the model's",
         spelled=("--tokenizer-model",),
         path=PathUse.FILE_OR_FOLDER,
     )
-    no_tokenizer: bool = flag(False, "import the weights alone; training then needs a tokenizer")
+    no_tokenizer: bool = flag(False, "import the weights without a tokenizer")
     proof_layers: int | None = flag(
-        None, "layers whose logits are compared, the first ones with embedding and head; all if unset", at_least=1
+        None,
+        "number of first layers, with embedding and output layer, whose logits are compared; all if unset",
+        at_least=1,
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.no_tokenizer and self.tokenizer_name_or_path is not None:
             yield (
-                f"--no-tokenizer is given together with --tokenizer-name-or-path {self.tokenizer_name_or_path}. Drop "
+                f"--no-tokenizer cannot be combined with --tokenizer-name-or-path {self.tokenizer_name_or_path}. Drop "
                 "one of them."
             )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Imports the model and says how to train it."""
+    """Imports the model and prints how to train it."""
     flags = parse_flags(
         ImportFlags,
         sys.argv[1:] if argv is None else argv,
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from trident.convert.hugging_face.model_file import MODEL_FILE
 
     tokenizer = None if flags.tokenizer_name_or_path is None else Path(flags.tokenizer_name_or_path)
-    made = import_model(
+    output = import_model(
         ModelImportRequest(
             Path(flags.model),
             Path(flags.save),
@@ -70,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             has_tokenizer=not flags.no_tokenizer,
         )
     )
-    log.line(f"imported {flags.model} to {made}")
+    log.line(f"imported {flags.model} to {output}")
     log.line(
-        f"train it with --config {made / MODEL_FILE} --load {made} --finetune --save OTHER_FOLDER --save-interval STEPS"
+        f"train it with --config {output / MODEL_FILE} --load {output} --finetune --save OTHER_FOLDER --save-interval "
+        "STEPS"
     )
     return 0
 

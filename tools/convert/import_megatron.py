@@ -1,11 +1,10 @@
-r"""Converts a checkpoint of Megatron-LM, a fork of it, or DeepSpeed; any layout can train on it.
+r"""Converts a checkpoint of Megatron-LM, a fork of it, or DeepSpeed to one that any layout can load.
 
     python tools/convert/import_megatron.py global_step100 --save checkpoints/imported \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 The format is detected: DeepSpeed's pipeline and rank files, its universal checkpoints, Megatron-LM's torch and
-torch_dist layouts. If the files hold Adam's moments, the run can be continued; otherwise the weights are a starting
-point:
+torch_dist layouts. With Adam's moments the run can be resumed; otherwise start a new run from the weights:
 
     python pretrain_gpt.py --config checkpoints/imported/model.yaml --load checkpoints/imported --data-path ...
     python pretrain_gpt.py --config checkpoints/imported/model.yaml --load checkpoints/imported --finetune ...
@@ -30,21 +29,21 @@ class ImportFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     checkpoint: str = flag(
-        help="folder of a checkpoint, or of several; the flag's name may be left out", path=PathUse.FILE_OR_FOLDER
+        help="folder of one or several checkpoints; also accepted as a positional argument", path=PathUse.FILE_OR_FOLDER
     )
-    save: str = flag(help="folder of checkpoints to make; it must not exist", path=PathUse.FOLDER)
+    save: str = flag(help="output folder of the checkpoint; it must not exist", path=PathUse.FOLDER)
     tokenizer_type: str = required_tokenizer_type()
-    weights_only: bool = flag(False, "leave out the optimizer state and begin at iteration 0")
+    weights_only: bool = flag(False, "do not import the optimizer state and start at iteration 0")
     average_replicated: bool = flag(
-        False, "take the mean of norms and biases in which tensor-parallel ranks differ; they must be equal otherwise"
+        False, "average norms and biases that differ between tensor-parallel ranks instead of refusing them"
     )
     rotary_is_sound: bool = flag(
-        False, "a rotary checkpoint of deepspeedai's fork was trained before December 2024, when its rotation broke"
+        False, "assert that a RoPE checkpoint of deepspeedai's fork predates its RoPE bug of December 2024"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Imports the checkpoint and says how to train it."""
+    """Imports the checkpoint and prints how to train it."""
     flags = parse_flags(
         ImportFlags,
         sys.argv[1:] if argv is None else argv,
@@ -63,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.weights_only:
         source = source.without_moments()
     request = MegatronImportRequest(Path(flags.save), choice, flags.average_replicated)
-    made = import_checkpoint(source, request, tokenizer)
+    output = import_checkpoint(source, request, tokenizer)
     progress = source.state.progress
-    log.line(f"imported {source.path} ({source.format}) to {made}")
+    log.line(f"imported {source.path} ({source.format}) to {output}")
     if source.has_moments:
-        log.line(f"iteration {progress.step}, {progress.consumed_samples} samples; continue it with --load {made}")
+        log.line(f"iteration {progress.step}, {progress.consumed_samples} samples; continue it with --load {output}")
     else:
-        log.line(f"weights only; train them with --config {made / 'model.yaml'} --load {made} --finetune")
+        log.line(f"weights only; train them with --config {output / 'model.yaml'} --load {output} --finetune")
     return 0
 
 

@@ -1,14 +1,13 @@
-r"""Writes a small corpus without a download: the Python installation's own text, or generated Turkish text.
+r"""Writes a small corpus without downloads: text of the Python installation, or generated Turkish text.
 
     python tools/corpus/build_demo_corpus.py --output demo.jsonl
     python tools/corpus/build_demo_corpus.py --lang english --output english.jsonl
     python tools/corpus/build_demo_corpus.py --lang tr --output tr.jsonl --held-out held-out.txt \
         --questions questions.jsonl
 
-Each line is {"text": ..., "src": ...}. Without --lang it is the sources and docstrings of the Python installation, and
-the same interpreter always produces the same bytes. With --lang english it is the paragraphs of these, and of the
-manual, that are running text. With --lang tr it is stories, descriptions and talks, whose bytes depend on --documents
-and --seed alone.
+Each line is {"text": ..., "src": ...}. The default is sources and docstrings of the Python installation, which are the
+same bytes for the same interpreter. --lang english selects paragraphs of prose from these and the manual. --lang tr
+generates stories, descriptions and dialogs, which only depend on --documents and --seed.
 """
 
 from __future__ import annotations
@@ -31,42 +30,41 @@ _DOCUMENTS, _SEED = 4000, 1234
 class DemoCorpusFlags(ConfigSection):
     """Flags of this tool."""
 
-    output: str = flag(help="jsonl file to write", path=PathUse.NEW_FILE)
+    output: str = flag(help="jsonl output file", path=PathUse.NEW_FILE)
     lang: str = flag(
         "python",
-        "python: sources and docstrings; english: sentences of manual, docstrings and comments; tr: generated Turkish",
+        "python: sources and docstrings; english: prose from manual, docstrings and comments; tr: generated Turkish",
         choices=("python", "english", "tr"),
     )
     megabytes: float | None = flag(
         None,
-        f"python: size limit in megabytes (1 MB = 10^6 bytes), {_MEGABYTES:g} unless given; installed packages "
-        "are included",
+        f"python: size limit in megabytes (1 MB = 10^6 bytes), {_MEGABYTES:g} if unset; includes installed packages",
         at_least=10.0,
     )
-    documents: int | None = flag(None, f"tr: documents to write, {_DOCUMENTS} unless given", at_least=1)
-    seed: int | None = flag(None, f"tr: seed of the documents, {_SEED} unless given", at_least=0)
+    documents: int | None = flag(None, f"tr: number of documents, {_DOCUMENTS} if unset", at_least=1)
+    seed: int | None = flag(None, f"tr: random seed, {_SEED} if unset", at_least=0)
     held_out: str | None = flag(
         None,
-        "tr: text file for held-out documents, a tenth as many as in --output, for evaluation",
+        "tr: text file for held-out evaluation documents, a tenth of --output",
         path=PathUse.NEW_FILE,
     )
     questions: str | None = flag(
-        None, "tr: jsonl file for questions with answers, for fine-tuning", path=PathUse.NEW_FILE
+        None, "tr: jsonl file for question-answer pairs, for fine-tuning", path=PathUse.NEW_FILE
     )
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         turkish = ("documents", "seed", "held_out", "questions")
         others = {"tr": ("megabytes",), "python": turkish, "english": ("megabytes", *turkish)}
         for name in others[self.lang]:
             if (value := getattr(self, name)) is not None:
-                yield f"--{name.replace('_', '-')} {value} has no effect with --lang {self.lang}; remove it."
+                yield f"--{name.replace('_', '-')} {value} has no effect with --lang {self.lang}. Drop it."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(DemoCorpusFlags, words, prog="build_demo_corpus.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(DemoCorpusFlags, arguments, prog="build_demo_corpus.py", description=__doc__ or "")
     if flags.lang == "tr":
         _write_turkish(flags)
         return 0

@@ -1,4 +1,4 @@
-r"""Checks preprocessed corpora and shows their contents.
+r"""Validates preprocessed corpora and prints their statistics.
 
     python tools/corpus/check_data.py my-gpt2_text_document
     python tools/corpus/check_data.py my-gpt2_text_document --show 3 --vocab-file vocab.json --merge-file merges.txt \
@@ -23,7 +23,7 @@ from megatron.config import PathUse, flag, parse_flags
 from megatron.config.sections.data import TokenizerFileFlags, optional_tokenizer_type
 from megatron.errors import DataError, ExitCode
 
-_SHOWN_LETTERS = 400
+_SHOWN_CHARACTERS = 400
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class CheckFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     prefixes: tuple[str, ...] = flag(
-        help="data prefixes, without .bin/.idx; the flag's name may be left out", nargs="+", path=PathUse.PREFIX
+        help="data prefixes, without .bin/.idx; also accepted as positional arguments", nargs="+", path=PathUse.PREFIX
     )
-    show: int = flag(0, "documents of each prefix to decode and show", at_least=0)
+    show: int = flag(0, "documents of each prefix to decode and print", at_least=0)
     tokenizer_type: str | None = optional_tokenizer_type("tokenizer that made the data")
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if self.show and self.tokenizer_type is None:
-            yield f"--show {self.show} needs the tokenizer: give --tokenizer-type and its files."
+            yield f"--show {self.show} requires --tokenizer-type and the files of the tokenizer."
 
 
 def main() -> int:
@@ -73,14 +73,14 @@ def _check(prefix: str, show: int, tokenizer: Any) -> int:
         check_tokenizer_fits([prefix], tokenizer)
     if examined.out_of_range:
         log.error(
-            f"{prefix} contains {examined.out_of_range} ids outside of its vocabulary. Preprocess it again with the "
-            f"tokenizer that training uses."
+            f"{prefix} contains {examined.out_of_range} ids outside the vocabulary. Preprocess it again with the "
+            "tokenizer of the training run."
         )
         return 1
     for number, ids in sample_documents(IndexedDataset(prefix), show) if show else ():
-        text = tokenizer.decode(ids[:_SHOWN_LETTERS])
-        cut = "..." if len(ids) > _SHOWN_LETTERS or len(text) > _SHOWN_LETTERS else ""
-        log.line(f"  document {number} ({len(ids)} tokens): {text[:_SHOWN_LETTERS]!r}{cut}")
+        text = tokenizer.decode(ids[:_SHOWN_CHARACTERS])
+        cut = "..." if len(ids) > _SHOWN_CHARACTERS or len(text) > _SHOWN_CHARACTERS else ""
+        log.line(f"  document {number} ({len(ids)} tokens): {text[:_SHOWN_CHARACTERS]!r}{cut}")
     return 0
 
 

@@ -5,8 +5,7 @@ r"""Encodes and decodes texts, and reports round-trip differences, token counts 
     python tools/corpus/check_tokenizer.py --tokenizer-type HFTokenizer --tokenizer-name-or-path demo-tokenizer.json \
         --text 'Merhaba dünya' '안녕 세상아 👍🏽'
 
-The exit code is 65 if a text does not round-trip byte for byte although the tokenizer guarantees it (byte-level ones
-do) or --require-exact is given; otherwise 0.
+The exit code is 65 if a text does not round-trip byte for byte with a byte-level tokenizer or --require-exact.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ class CheckTokenizerFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     tokenizer_type: str = required_tokenizer_type()
-    text: tuple[str, ...] = flag((), "texts to encode; their ids are shown", nargs="+")
+    text: tuple[str, ...] = flag((), "texts to encode, whose ids are printed", nargs="+")
     input: tuple[str, ...] = flag(
-        (), "inputs, as for preprocess_data.py; - is standard input", nargs="+", path=PathUse.CORPUS
+        (), "inputs, as for preprocess_data.py; - for standard input", nargs="+", path=PathUse.CORPUS
     )
-    json_keys: tuple[str, ...] = flag(("text",), "JSON keys of the texts to use", nargs="+", spelled=("--json-key",))
+    json_keys: tuple[str, ...] = flag(("text",), "JSON keys of the texts", nargs="+", spelled=("--json-key",))
     document_separator: str | None = flag(
         None,
         r"separator of documents in .txt files, a newline (\n) by default; if given, standard input is plain text too",
     )
     max_documents: int | None = flag(None, "maximum number of documents of --input", at_least=1)
-    require_exact: bool = flag(False, "treat a text that does not round-trip as an error for every tokenizer")
+    require_exact: bool = flag(False, "fail if a text does not round-trip, with any tokenizer")
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if not self.text and not self.input:
-            yield "There is nothing to encode: give --text or --input."
+            yield "--text or --input is required."
 
 
 def main() -> int:

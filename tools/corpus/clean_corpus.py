@@ -1,10 +1,10 @@
-r"""Cleans raw text before preprocessing: repairs, filters, removes duplicates, and reports what it did and why.
+r"""Cleans raw text before preprocessing: repairs, filters and deduplicates documents, and reports the changes.
 
     python tools/corpus/clean_corpus.py --input raw/*.jsonl --output clean.jsonl --fix-text --language en \
         --min-characters 200 --exact-duplicates --report report.json --workers 8
 
-Each step runs only if its flag is given. Lines keep all their keys and their order; the output does not depend on
---workers. Documents without any text are always dropped.
+Each step has a flag that enables it. The order and all keys of lines are kept; the output does not depend on --workers.
+Documents without text are always dropped.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ class CleanFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     input: tuple[str, ...] = flag(
-        help="jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        help="jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - for standard input; "
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
         path=PathUse.CORPUS,
     )
-    output: str = flag(help="jsonl file to write; compressed if it ends in .gz or .zst", path=PathUse.NEW_FILE)
+    output: str = flag(help="jsonl output file, compressed if it ends in .gz or .zst", path=PathUse.NEW_FILE)
     report: str | None = flag(
-        None, "JSON file for counts and examples of what was dropped and changed", path=PathUse.NEW_FILE
+        None, "JSON file for counts and examples of dropped and changed documents", path=PathUse.NEW_FILE
     )
-    dropped: str | None = flag(
-        None, "jsonl file for the dropped documents, each with its reason", path=PathUse.NEW_FILE
-    )
-    examples: int = flag(3, "examples shown for each reason", at_least=0)
+    dropped: str | None = flag(None, "jsonl file for the dropped documents with their reasons", path=PathUse.NEW_FILE)
+    examples: int = flag(3, "examples per reason in the report", at_least=0)
     json_key: str = flag("text", "key of the text; a.b is key b of the object under a", spelled=("--json-keys",))
     keep_columns: tuple[str, ...] = flag(
-        (), "further columns of Parquet files to write; lines of JSON keep all their keys", nargs="+"
+        (), "additional columns of Parquet files to write; JSON lines keep all keys", nargs="+"
     )
     document_separator: str | None = flag(
         None,
@@ -53,76 +51,76 @@ class CleanFlags(TokenizerFileFlags):
     )
     on_bad_line: str = flag(
         "error",
-        "invalid lines: error stops the run, skip drops and counts them",
+        "invalid lines: stop with an error, or skip and count them",
         choices=("error", "skip"),
     )
-    workers: int = flag(
-        1, "number of worker processes; 1 cleans in this process. The output does not depend on it", at_least=1
-    )
+    workers: int = flag(1, "number of worker processes; 1 for none", at_least=1)
     log_interval: int = flag(1000, "documents between progress lines (at most one line per second)", at_least=1)
 
-    fix_text: bool = flag(False, "repair wrongly decoded characters, HTML entities and the like (ftfy)")
-    keep_curly_quotes: bool = flag(False, "keep curly quotes, which --fix-text otherwise straightens")
+    fix_text: bool = flag(False, "repair mojibake, HTML entities and the like (ftfy)")
+    keep_curly_quotes: bool = flag(False, "with --fix-text: keep curly quotes instead of straightening them")
     normalize_space: bool = flag(
         False,
-        "normalize spaces and line ends, remove control characters, keep at most two blank lines and all indentation",
+        "normalize spaces and line endings, remove control characters, keep indentation and at most two blank lines",
     )
     language: tuple[str, ...] = flag(
-        (), "keep only these languages: ISO 639 codes, separated by commas or spaces (py3langid)", nargs="+"
+        (),
+        "keep only documents in these languages: ISO 639 codes, separated by commas or spaces (py3langid)",
+        nargs="+",
     )
-    language_threshold: float = flag(0.5, "minimum probability of the most probable language", at_least=0, at_most=1)
+    language_threshold: float = flag(0.5, "minimum probability of the detected language", at_least=0, at_most=1)
     language_sample: int = flag(
         1000,
-        "characters used to identify the language, from four places in the text; 0 uses the whole text",
+        "characters used for language detection, from four positions in the text; 0 for the whole text",
         at_least=0,
     )
     min_characters: int | None = flag(None, "minimum number of characters of a document", at_least=0)
     max_characters: int | None = flag(None, "maximum number of characters of a document", at_least=1)
     min_words: int | None = flag(None, "minimum number of whitespace-separated words of a document", at_least=0)
     max_words: int | None = flag(None, "maximum number of words of a document", at_least=1)
-    min_tokens: int | None = flag(None, "minimum number of tokens of a document; upstream uses 128", at_least=0)
+    min_tokens: int | None = flag(None, "minimum number of tokens of a document (128 upstream)", at_least=0)
     max_tokens: int | None = flag(None, "maximum number of tokens of a document", at_least=1)
-    tokenizer_type: str | None = optional_tokenizer_type("tokenizer that counts tokens")
+    tokenizer_type: str | None = optional_tokenizer_type("tokenizer for --min-tokens and --max-tokens")
     gopher_quality: bool = flag(
-        False, "drop non-prose by number and length of words, symbols, bullets, ellipses and stop words (Gopher)"
+        False, "Gopher quality filters: number and length of words, symbols, bullets, ellipses and stop words"
     )
     gopher_stop_words: int = flag(
         2,
-        "how many of eight frequent English words --gopher-quality requires; 0 for other languages",
+        "number of eight frequent English words that --gopher-quality requires; 0 for other languages",
         at_least=0,
         at_most=8,
     )
-    gopher_repetition: bool = flag(False, "drop documents with too many repeated lines, paragraphs or n-grams (Gopher)")
+    gopher_repetition: bool = flag(False, "Gopher repetition filters: repeated lines, paragraphs and n-grams")
     decontaminate: tuple[str, ...] = flag(
         (),
-        "evaluation texts whose n-grams are removed: jsonl or .txt; patterns; folders",
+        "remove n-grams of these evaluation texts: jsonl or .txt; patterns; folders",
         nargs="+",
         path=PathUse.CORPUS,
     )
     decontaminate_mode: str = flag(
-        "split", "split documents around such n-grams, or drop them", choices=("split", "drop")
+        "split", "split documents around matching n-grams, or drop them", choices=("split", "drop")
     )
-    ngram: int = flag(13, "words per n-gram", spelled=("--max-ngram-size",), at_least=1, at_most=100)
+    ngram: int = flag(13, "words per n-gram of --decontaminate", spelled=("--max-ngram-size",), at_least=1, at_most=100)
     min_ngram: int = flag(
         8,
-        "minimum number of words of an evaluation text that is shorter than an n-gram",
+        "minimum number of words of an evaluation text shorter than an n-gram",
         spelled=("--min-ngram-size",),
         at_least=1,
     )
     ngram_occurrences: int = flag(
         10,
-        "n-grams that occur more often in the input are kept as common phrases; 0 keeps none and reads the input once",
+        "keep n-grams that occur more often in the input, as common phrases; 0 keeps none and reads the input once",
         spelled=("--key-threshold",),
         at_least=0,
     )
     margin_characters: int = flag(
-        200, "characters removed on each side of an n-gram", spelled=("--remove-char-each-side",), at_least=0
+        200, "characters to remove on each side of an n-gram", spelled=("--remove-char-each-side",), at_least=0
     )
     min_piece_characters: int = flag(
-        200, "minimum number of characters of a remaining piece", spelled=("--filter-text-char-len",), at_least=1
+        200, "minimum number of characters of a remaining part", spelled=("--filter-text-char-len",), at_least=1
     )
     max_pieces: int = flag(
-        10, "documents that would be split into more pieces are dropped", spelled=("--splits-count",), at_least=1
+        10, "drop documents that would be split into more parts", spelled=("--splits-count",), at_least=1
     )
     exact_duplicates: bool = flag(False, "drop documents whose text equals an earlier one's, ignoring whitespace")
     near_duplicates: bool = flag(False, "drop documents that are nearly identical to an earlier one (MinHash LSH)")
@@ -131,28 +129,28 @@ class CleanFlags(TokenizerFileFlags):
     near_unit: str = flag("word", "unit of shingles", choices=("word", "character"))
     near_permutations: int = flag(
         128,
-        "length of a signature: longer ones are more accurate and slower",
+        "MinHash permutations: more are more accurate and slower",
         spelled=("--num-perm",),
         at_least=16,
         at_most=4096,
     )
-    seed: int = flag(1234, "seed of the permutations of --near-duplicates", at_least=0, at_most=2**32 - 1)
+    seed: int = flag(1234, "random seed of MinHash permutations", at_least=0, at_most=2**32 - 1)
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if (self.min_tokens is not None or self.max_tokens is not None) and self.tokenizer_type is None:
             given = (
                 f"--min-tokens {self.min_tokens}" if self.min_tokens is not None else f"--max-tokens {self.max_tokens}"
             )
-            yield f"{given} needs the tokenizer: give --tokenizer-type and its files, or use --min-words."
+            yield f"{given} requires --tokenizer-type and the files of the tokenizer. Add them, or use --min-words."
         for unit in ("characters", "words", "tokens"):
             least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
             if least is not None and most is not None and least > most:
-                yield f"--min-{unit} {least} is more than --max-{unit} {most}, so no document could be kept."
+                yield f"--min-{unit} {least} is more than --max-{unit} {most}."
         if self.decontaminate and self.min_ngram > self.ngram:
-            yield f"--min-ngram {self.min_ngram} is more than --ngram {self.ngram}; it must be at most that."
+            yield f"--min-ngram {self.min_ngram} is more than --ngram {self.ngram}. Use at most {self.ngram}."
         if self.keep_curly_quotes and not self.fix_text:
-            yield "--keep-curly-quotes only affects --fix-text; give both."
+            yield "--keep-curly-quotes requires --fix-text. Add it."
 
     def options(self) -> CleanOptions:
         """The cleaning options of the flags."""
@@ -230,7 +228,7 @@ def main() -> int:
         log.info(text)
     log.info(f"Wrote {flags.output}: {report.written:,} documents, {report.output_bytes:,} bytes.")
     if report.read and not report.kept:
-        log.warning(f"None of the {report.read:,} documents was kept; the table above shows why.")
+        log.warning(f"None of {report.read:,} documents was kept; see the table above.")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Manages a corpus in a database: numbered documents that training and preprocessing can read.
+"""Manages a corpus in a database, from which training and preprocessing read numbered documents.
 
     python tools/corpus/corpus_store.py import corpus/*.jsonl --config db.json --collection web
     python tools/corpus/corpus_store.py import chat.jsonl --config db.json --collection chat --pair-keys q a
@@ -10,8 +10,8 @@
         python tools/train_tokenizer.py --input - --output-prefix vocab/demo
     python tools/corpus/corpus_store.py lengths --config db.json --vocab-file vocab.json --merge-file merges.txt
 
---config is a JSON file with MONGO_CONNECTION_STRING (mongodb://host:27017, or sqlite:///file.db for a store in one
-file), MONGO_CONNECTION_DB and COLLECTIONS, or such an address itself. Importing a file twice adds it only once.
+--config is a JSON file with MONGO_CONNECTION_STRING (mongodb://host:27017, or sqlite:///file.db), MONGO_CONNECTION_DB
+and COLLECTIONS, or such an address. Importing a file again does not add it twice.
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ class ImportFlags(StoreFlags):
     """Flags of `import`."""
 
     input: tuple[str, ...] = flag(
-        help="what preprocess_data.py reads: jsonl and .txt (.gz .bz2 .xz .zst), .parquet, patterns, folders, -; the "
-        "flag's name may be left out",
+        help="inputs, as for preprocess_data.py: jsonl and .txt (.gz .bz2 .xz .zst), .parquet, patterns, folders, -; "
+        "also accepted as positional arguments",
         nargs="+",
         path=PathUse.CORPUS,
     )
-    collection: str = flag(help="collection to which the documents are added; created if missing")
+    collection: str = flag(help="collection to add the documents to, created if missing")
     json_key: str | None = flag(
         None,
-        "key of the text; stored as filt_text. If unset, the first line decides: text, or filt_text with form in "
+        "key of the text, stored as filt_text; if unset, detected from the first line: text, or filt_text with form in "
         "dsGPT2's schema",
         spelled=("--json-keys",),
     )
-    form_key: str | None = flag(None, "key of the text before filtering; stored as form")
+    form_key: str | None = flag(None, "key of the text before filtering, stored as form")
     pair_keys: tuple[str, ...] = flag(
-        (), "keys of question and answer, such as q a: the collection holds pairs, stored as q and a", nargs="+"
+        (), "keys of question and answer, such as q a, for a collection of pairs, stored as q and a", nargs="+"
     )
     document_separator: str | None = flag(
         None,
@@ -70,25 +70,25 @@ class ImportFlags(StoreFlags):
     )
     on_bad_line: str = flag(
         "error",
-        "invalid lines: error stops the run, skip drops and counts them",
+        "invalid lines: stop with an error, or skip and count them",
         choices=("error", "skip"),
     )
     on_changed_file: str = flag(
         "error",
-        "files that have changed since an earlier import: error stops the run, add imports them again",
+        "files that changed since an earlier import: stop with an error, or import them again",
         choices=("error", "add"),
     )
-    take_over: bool = flag(False, "MongoDB: continue an import that was killed on another machine")
+    take_over: bool = flag(False, "MongoDB: resume an import that was killed on another machine")
     log_interval: int = flag(1000, "documents between progress lines (at most one line per second)", at_least=1)
 
     def problems(self) -> Iterator[str]:
         if self.pair_keys and len(self.pair_keys) != 2:
             yield (
-                f"--pair-keys {' '.join(self.pair_keys)}: a pair has two keys, one for the question and one for the "
-                "answer. Give --pair-keys q a."
+                f"--pair-keys {' '.join(self.pair_keys)}: expected two keys, of the question and the answer, such as "
+                "--pair-keys q a."
             )
         if self.pair_keys and self.form_key is not None:
-            yield f"--form-key {self.form_key} is for texts, and --pair-keys means pairs. Drop one of the two."
+            yield f"--form-key {self.form_key} cannot be combined with --pair-keys. Drop one of them."
 
 
 @dataclass(frozen=True)
@@ -101,27 +101,27 @@ class BenchFlags(StoreFlags):
     """Flags of `bench`."""
 
     n: int = flag(20000, "number of documents to fetch", at_least=1)
-    seed: int = flag(1234, "seed of the draw")
+    seed: int = flag(1234, "random seed")
 
 
 @dataclass(frozen=True)
 class FetchFlags(StoreFlags):
     """Flags of `fetch`, as in dsGPT2's vocab_downloader.py."""
 
-    nsample: int = flag(help="number of documents to draw, without replacement", at_least=1)
-    num_process: int = flag(1, "number of processes, and of files", at_least=1, spelled=("--num_process",))
+    nsample: int = flag(help="number of documents to sample, without replacement", at_least=1)
+    num_process: int = flag(1, "number of processes and output files", at_least=1, spelled=("--num_process",))
     output_prefix: str = flag(
-        help="the files are <prefix>0.txt, <prefix>1.txt, ...; - writes lines of JSON to standard output",
+        help="prefix of the output files <prefix>0.txt, <prefix>1.txt, ...; - writes JSON lines to standard output",
         path=PathUse.NEW_PREFIX,
     )
     document_separator: str = flag(r"\n", r"separator written after every document (\n is a newline)")
-    seed: int = flag(1234, "seed of the draw")
+    seed: int = flag(1234, "random seed")
 
     def problems(self) -> Iterator[str]:
         if self.output_prefix == "-" and self.num_process > 1:
             yield (
-                f"--num-process {self.num_process} writes as many files, and --output-prefix - is standard output. "
-                "Give a prefix, or one process."
+                f"--num-process {self.num_process} cannot be combined with --output-prefix -, standard output. Use a "
+                "prefix, or one process."
             )
 
 
@@ -129,9 +129,9 @@ class FetchFlags(StoreFlags):
 class LengthsFlags(StoreFlags, TokenizerFileFlags):
     """Flags of `lengths`, as in dsGPT2's statistics.py."""
 
-    tokenizer_type: str | None = optional_tokenizer_type("tokenizer family; GPT2BPETokenizer if unset")
-    width: int = flag(10, "tokens of a bin", at_least=1)
-    most: int = flag(130, "documents with at least this many tokens share the last bin", at_least=1)
+    tokenizer_type: str | None = optional_tokenizer_type("type of tokenizer; GPT2BPETokenizer if unset")
+    width: int = flag(10, "bin width in tokens", at_least=1)
+    most: int = flag(130, "lower bound of the last bin in tokens", at_least=1)
 
 
 _COMMANDS: dict[str, type[StoreFlags]] = {
@@ -145,15 +145,15 @@ _COMMANDS: dict[str, type[StoreFlags]] = {
 
 def main() -> int:
     """Runs a command and returns the exit code."""
-    command, *words = sys.argv[1:] or [""]
+    command, *arguments = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
         log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return 0
     section = _COMMANDS.get(command)
     if section is None:
-        raise ConfigError(f"corpus_store.py: the command {command!r} is unknown. Use one of: {', '.join(_COMMANDS)}.")
+        raise ConfigError(f"corpus_store.py: unknown command {command!r}. Use one of: {', '.join(_COMMANDS)}.")
     positional = "--input" if section is ImportFlags else None
-    flags = parse_flags(section, words, f"corpus_store.py {command}", __doc__ or "", positional=positional)
+    flags = parse_flags(section, arguments, f"corpus_store.py {command}", __doc__ or "", positional=positional)
     if isinstance(flags, ImportFlags):
         return _import(flags)
     if isinstance(flags, BenchFlags):
@@ -182,15 +182,14 @@ def _import(flags: ImportFlags) -> int:
     address = StoreAddress.of(flags.config)
     if address.collections and flags.collection not in address.collections:
         log.warning(
-            f"--collection {flags.collection} is not among the collections listed in {address.shown}, so it will not "
-            f"be read from there: add it."
+            f"--collection {flags.collection} is not listed in {address.shown} and will not be read from there. Add it."
         )
     writer = open_writer(address, flags.collection, flags.take_over, bool(flags.pair_keys))
     try:
         for result in import_files(files, writer, flags.collection, options, progress):
             progress.clear()
             if result.record is None:
-                log.line(f"{result.source}: already imported; nothing was added")
+                log.line(f"{result.source}: already imported; nothing added")
                 continue
             first, count = result.record.first_idx, result.record.num_docs
             numbers = f"idx {first} to {first + count - 1}" if count else "no document"

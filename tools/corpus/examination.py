@@ -1,6 +1,6 @@
-"""Examines a finished pair of token files: counts, lengths, ids outside the vocabulary, documents that recur.
+"""Examines a pair of token files: counts, lengths, ids outside the vocabulary, duplicate documents.
 
-Memory: eight bytes a document for the duplicates, and a few megabytes of tokens at a time.
+Memory: eight bytes per document, and a few megabytes of tokens at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.sidecar import read_sidecar
 from megatron.errors import DataError
 
-_PIECE_TOKENS = 1 << 22
+_CHUNK_TOKENS = 1 << 22
 _SHOWN = 5
 _BAR_WIDTH = 40
 _HASH_BYTES = 8
@@ -24,13 +24,13 @@ _HASH_BYTES = 8
 
 @dataclass
 class Examination:
-    """What a pair of token files holds.
+    """Statistics of a pair of token files.
 
     Args:
-        vocab_size: ids must be below it; None if unknown.
-        histogram: (least length, documents) of each class of lengths in tokens: 0, 1, 2 to 3, 4 to 7, ...
-        out_of_range: ids below 0 or not in the vocabulary; `first_out_of_range` says where the first is.
-        duplicates: documents that an earlier one equals; `shown_duplicates` are pairs (earlier, later).
+        vocab_size: upper bound of ids; None if unknown.
+        histogram: (minimum length, documents) per bin of lengths in tokens: 0, 1, 2 to 3, 4 to 7, ...
+        out_of_range: number of ids outside the vocabulary; `first_out_of_range` describes the first.
+        duplicates: documents equal to an earlier one; `shown_duplicates` are pairs (earlier, later).
     """
 
     prefix: str
@@ -54,7 +54,7 @@ def examine(prefix: str, vocab_size: int | None = None) -> Examination:
     """Reads a pair from end to end.
 
     Args:
-        vocab_size: of the tokenizer; the sidecar's when it is left out.
+        vocab_size: the tokenizer's; the sidecar's if None.
 
     Raises:
         DataError: the pair is damaged, or its sidecar belongs to another pair.
@@ -83,12 +83,12 @@ def report(pair: Examination) -> list[str]:
         f"{pair.dtype}; tokens per document: least {pair.shortest}, median {pair.median:g}, most {pair.longest}"
     ]
     most = max((count for _, count in pair.histogram), default=0)
-    for place, (least, count) in enumerate(pair.histogram):
+    for index, (least, count) in enumerate(pair.histogram):
         bar = "#" * -(-count * _BAR_WIDTH // most) if most else ""
-        words = str(least) if least < 2 else f"{least}-{2 * least - 1}"
-        if place == 0:
+        bin_text = str(least) if least < 2 else f"{least}-{2 * least - 1}"
+        if index == 0:
             lines.append("  tokens per document")
-        lines.append(f"  {words:>21} |{bar:<{_BAR_WIDTH}} {count}")
+        lines.append(f"  {bin_text:>21} |{bar:<{_BAR_WIDTH}} {count}")
     if pair.vocab_size is None:
         lines.append("  ids: the size of the vocabulary is unknown (no sidecar and no tokenizer), so not checked")
     elif pair.out_of_range:
@@ -105,20 +105,20 @@ def report(pair: Examination) -> list[str]:
 
 
 def sample_documents(dataset: IndexedDataset, count: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Some documents, evenly spread: their numbers and at most `_PIECE_TOKENS` of their ids."""
+    """Evenly spaced documents: their numbers and at most `_CHUNK_TOKENS` of their ids."""
     total = len(dataset.documents) - 1
     shown = min(count, total)
-    for number in [total * place // shown for place in range(shown)]:
+    for number in [total * index // shown for index in range(shown)]:
         first, last = int(dataset.documents[number]), int(dataset.documents[number + 1])
-        pieces = [
-            dataset.get(sequence, 0, min(int(dataset.lengths[sequence]), _PIECE_TOKENS))
+        chunks = [
+            dataset.get(sequence, 0, min(int(dataset.lengths[sequence]), _CHUNK_TOKENS))
             for sequence in range(first, min(last, first + 100))
         ]
-        yield number, np.concatenate(pieces) if pieces else np.empty(0, dataset.dtype)
+        yield number, np.concatenate(chunks) if chunks else np.empty(0, dataset.dtype)
 
 
 def _lengths(dataset: IndexedDataset, result: Examination) -> None:
-    """Tokens of each document, from the tables alone."""
+    """Computes the tokens of each document from the index."""
     ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])[dataset.documents]
     lengths = np.diff(ends)
     if not len(lengths):
@@ -133,14 +133,14 @@ def _lengths(dataset: IndexedDataset, result: Examination) -> None:
 
 
 def _tokens(dataset: IndexedDataset, result: Examination) -> None:
-    """Ids out of range and recurring documents, in one pass over the tokens."""
+    """Counts ids out of range and duplicate documents in one pass over the tokens."""
     hashes = array("Q")
     for number in range(result.documents):
         digest = hashlib.blake2b(digest_size=_HASH_BYTES)
         for sequence in range(int(dataset.documents[number]), int(dataset.documents[number + 1])):
             length = int(dataset.lengths[sequence])
-            for start in range(0, length, _PIECE_TOKENS):
-                ids = dataset.get(sequence, start, min(_PIECE_TOKENS, length - start))
+            for start in range(0, length, _CHUNK_TOKENS):
+                ids = dataset.get(sequence, start, min(_CHUNK_TOKENS, length - start))
                 digest.update(ids.view(np.uint8).data)
                 if result.vocab_size is not None:
                     _check_range(ids, sequence, start, result)
@@ -159,11 +159,11 @@ def _check_range(ids: np.ndarray, sequence: int, start: int, result: Examination
 
 
 def _duplicates(hashes: np.ndarray, result: Examination) -> None:
-    """Documents with the hash of an earlier one; those without tokens do not count."""
+    """Counts documents with the hash of an earlier one, except empty ones."""
     nothing = int.from_bytes(hashlib.blake2b(digest_size=_HASH_BYTES).digest(), "little")
     order = np.argsort(hashes, kind="stable")
     ordered = hashes[order]
     again = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] != nothing)) + 1
     result.duplicates = len(again)
-    shown = sorted((int(order[place]), int(order[place - 1])) for place in again[:_SHOWN])
+    shown = sorted((int(order[index]), int(order[index - 1])) for index in again[:_SHOWN])
     result.shown_duplicates = [(earlier, later) for later, earlier in shown]

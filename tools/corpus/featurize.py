@@ -4,9 +4,9 @@ r"""Converts texts, or a `.bin/.idx` pair, to fixed-length windows in Parquet sh
         --min-sequence-length 128 --max-sequence-length 256 --stride 128 --num-workers 2
     python tools/corpus/featurize.py --data-prefix my-gpt2_text_document --no-overlap --output-path out/wt.train
 
-The columns are input_ids, attention_mask and labels: `datasets.Dataset.from_parquet("out/wt.train*")` reads them, and
-so does training. Every token is in a window; the counts are printed. With any option of Apache Beam (--runner,
---direct_running_mode, --project, ...), the tool runs as a Beam pipeline.
+The columns are input_ids, attention_mask and labels, for training and `datasets.Dataset.from_parquet("out/wt.train*")`.
+Every token is in a window. With any option of Apache Beam (--runner, --direct_running_mode, --project, ...), the tool
+runs as a Beam pipeline.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOCAL = "local"
 _DEFAULT_STRIDE = 128
-# Options of Beam's runner on this machine that say how many processes work.
+# Options of Beam's direct runner for its number of processes.
 _MODE, _COUNT = "--direct_running_mode", "--direct_num_workers"
 
 
@@ -42,23 +42,23 @@ class FeaturizeFlags(TokenizerFileFlags):
 
     input: tuple[str, ...] = flag(
         (),
-        "jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - is standard input; "
+        "jsonl and .txt files, also .gz .bz2 .xz .zst, and .parquet; patterns; folders; - for standard input; "
         "sqlite:///file.db?table=name, mongodb://host/database, db.json; hf://name:split",
         nargs="+",
         path=PathUse.CORPUS,
     )
     dataset_name: str | None = flag(
-        None, "dataset of the datasets library: a hub name, or a local folder", path=PathUse.FILE_OR_FOLDER
+        None, "dataset of the datasets library: hub name or local folder", path=PathUse.FILE_OR_FOLDER
     )
     dataset_sub_name: str | None = flag(None, "configuration of --dataset-name")
     dataset_split_type: str = flag("train", "split of --dataset-name")
-    data_prefix: str | None = flag(None, "a .bin/.idx pair, without suffix, instead of texts", path=PathUse.PREFIX)
-    output_path: str = flag(help="path of the shards without -00000-of-0000N", path=PathUse.NEW_PREFIX)
+    data_prefix: str | None = flag(None, "prefix of a .bin/.idx pair to read instead of texts", path=PathUse.PREFIX)
+    output_path: str = flag(help="path of the shards, without -00000-of-0000N", path=PathUse.NEW_PREFIX)
     tokenizer_type: str | None = optional_tokenizer_type(
-        "tokenizer family; by default GPT2BPETokenizer with --vocab-file, otherwise PretrainedFromHF"
+        "type of tokenizer; GPT2BPETokenizer with --vocab-file, else PretrainedFromHF if unset"
     )
     json_key: str = flag(
-        "text", "key, or column, of the text; a.b is key b of the object under a", spelled=("--json-keys",)
+        "text", "key or column of the text; a.b is key b of the object under a", spelled=("--json-keys",)
     )
     document_separator: str | None = flag(
         None,
@@ -66,48 +66,47 @@ class FeaturizeFlags(TokenizerFileFlags):
     )
     on_bad_line: str = flag(
         "error",
-        "invalid lines: error stops the run, skip drops and counts them",
+        "invalid lines: stop with an error, or skip and count them",
         choices=("error", "skip"),
     )
-    min_sequence_length: int = flag(128, "windows with fewer positions than this are short", at_least=1)
-    max_sequence_length: int = flag(256, "positions of every window, special tokens included", at_least=1)
+    min_sequence_length: int = flag(
+        128, "minimum window length; shorter windows are padded, or dropped with --drop-short", at_least=1
+    )
+    max_sequence_length: int = flag(256, "window length, special tokens included", at_least=1)
     num_special_token_reserved: int = flag(
-        2, "special tokens per window: 2 for beginning and end, 1 for end, 0 for none", choices=(0, 1, 2)
+        2, "special tokens per window: 2 for start and end, 1 for end, 0 for none", choices=(0, 1, 2)
     )
     ignore_label: int = flag(-100, "label of positions that are ignored in the loss")
     stride: int | None = flag(
         None,
-        f"tokens between the starts of consecutive windows; by default {_DEFAULT_STRIDE} if windows overlap",
+        f"tokens between the starts of consecutive windows; {_DEFAULT_STRIDE} if unset and windows overlap",
         at_least=1,
     )
     overlap: bool | None = flag(
         None,
-        "--overlap: windows share tokens; --no-overlap: every token is in exactly one window. By default as --stride "
-        "implies",
+        "overlapping windows; --no-overlap: every token is in exactly one window; derived from --stride if unset",
     )
-    mask_overlap: bool = flag(False, "give tokens that are also in the previous window the ignore label")
-    drop_short: bool = flag(False, "drop windows below --min-sequence-length instead of padding them")
+    mask_overlap: bool = flag(False, "set --ignore-label for tokens that are also in the previous window")
+    drop_short: bool = flag(False, "drop windows shorter than --min-sequence-length instead of padding them")
     bos_id: int | None = flag(
         None,
-        "id at the start of a window; by default the tokenizer's beginning-of-text id, or else its end-of-document id",
+        "start id of a window; the tokenizer's beginning-of-text id, or else its end-of-document id if unset",
         at_least=0,
     )
-    eos_id: int | None = flag(
-        None, "id at the end of a window; by default the tokenizer's end-of-document id", at_least=0
-    )
-    pad_id: int | None = flag(None, "padding id of short windows; by default --eos-id", at_least=0)
+    eos_id: int | None = flag(None, "end id of a window; the tokenizer's end-of-document id if unset", at_least=0)
+    pad_id: int | None = flag(None, "padding id; --eos-id if unset", at_least=0)
     num_shards: int | None = flag(
-        None, "number of files; by default determined by --rows-per-shard", at_least=1, below=100000
+        None, "number of files; determined by --rows-per-shard if unset", at_least=1, below=100000
     )
     rows_per_shard: int = flag(1 << 16, "maximum number of windows per file", at_least=1)
-    num_workers: int = flag(1, "number of worker processes. The outputs do not depend on it", at_least=1)
+    num_workers: int = flag(1, "number of worker processes; the output does not depend on it", at_least=1)
     log_interval: int = flag(100, "documents between progress lines (at most one line per second)", at_least=1)
     runner: str = flag(
-        _LOCAL, "local, or beam, or a runner of Apache Beam: DirectRunner, DataflowRunner, FlinkRunner, ..."
+        _LOCAL, "local, beam, or a runner of Apache Beam: DirectRunner, DataflowRunner, FlinkRunner, ..."
     )
 
     def complete(self) -> None:
-        """Fills in the tokenizer's family and the stride."""
+        """Sets the type of tokenizer and the stride."""
         if self.tokenizer_type is None and self.vocab_file is not None:
             self.set_derived("tokenizer_type", "GPT2BPETokenizer")
         elif self.tokenizer_type is None and self.tokenizer_name_or_path is not None:
@@ -128,57 +127,57 @@ class FeaturizeFlags(TokenizerFileFlags):
         return ("hf://" + ":".join(name for name in names if name),)
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         sources = [name for name in ("input", "dataset_name", "data_prefix") if getattr(self, name)]
         if len(sources) != 1:
             given = " and ".join("--" + name.replace("_", "-") for name in sources) or "none"
-            yield f"Exactly one of --input, --dataset-name and --data-prefix must be given; given: {given}."
+            yield f"expected exactly one of --input, --dataset-name and --data-prefix, got {given}."
         if self.tokenizer_type is None and not self.data_prefix:
             yield "--tokenizer-model (or --vocab-file and --merge-file) is required to tokenize texts."
         if self.data_prefix and self.runner != _LOCAL:
-            yield f"--data-prefix {self.data_prefix} is already tokenized: Beam (--runner {self.runner}) needs texts."
+            yield f"--data-prefix {self.data_prefix} cannot be combined with --runner {self.runner}: Beam reads texts."
         room = self._tokens_per_window
         if self.overlap is False and self.stride is not None and self.stride != room:
             yield (
-                f"--no-overlap puts every token into one window of {room}, but --stride {self.stride} was given. "
-                f"Remove one of them, or give --stride {room}."
+                f"--no-overlap requires --stride {room}, the tokens of a window, not {self.stride}. Drop one of them, "
+                f"or use --stride {room}."
             )
         if self.overlap and self.stride == room:
-            yield f"--overlap needs a --stride below the {room} tokens of a window; it is {self.stride}."
+            yield f"--overlap requires a --stride below the {room} tokens of a window, not {self.stride}."
 
 
 def main() -> int:
     """Runs the tool on the command line's flags."""
-    ours, beam = divide(sys.argv[1:])
-    flags = parse_flags(FeaturizeFlags, ours, prog="featurize.py", description=__doc__ or "")
+    arguments, beam = divide(sys.argv[1:])
+    flags = parse_flags(FeaturizeFlags, arguments, prog="featurize.py", description=__doc__ or "")
     process_exit.interrupt_on_sigterm()
     return run(flags, beam)
 
 
-def divide(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def divide(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits a command line into this tool's flags, spelled with dashes, and Apache Beam options."""
     known = {spelling for known_flag in flags_of(FeaturizeFlags) for spelling in known_flag.spellings} | {"--help"}
-    ours: list[str] = []
+    tool: list[str] = []
     beam: list[str] = []
-    current = ours
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
+    current = tool
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
             dashed = name.replace("_", "-")
-            current = ours if dashed in known else beam
-            word = dashed + equals + value if current is ours else word
-        current.append(word)
-    return ours, beam
+            current = tool if dashed in known else beam
+            argument = dashed + equals + value if current is tool else argument
+        current.append(argument)
+    return tool, beam
 
 
 def workers_without_beam(beam: Sequence[str]) -> int | None:
-    """How many of this tool's own processes do what Beam's runner on this machine would do if Beam were installed.
+    """Number of worker processes that replace Beam's direct runner if Beam is not installed.
 
     Args:
         beam: the options for Beam.
 
     Returns:
-        None if Beam is installed, or if the options ask for more than processes on this machine.
+        None if Beam is installed, or if the options require more than processes on this machine.
     """
     values = dict(zip(*[iter(" ".join(beam).replace("=", " ").split())] * 2, strict=False))
     if importlib.util.find_spec("apache_beam") or not beam or not values.keys() <= {_MODE, _COUNT}:
@@ -211,7 +210,7 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
     if flags.data_prefix is not None:
         result = _of_tokens(flags, encoding, options)
     elif flags.runner == _LOCAL and (workers := workers_without_beam(beam)) is not None:
-        log.info(f"apache-beam is not installed: {workers} processes of this machine do the work, with the same rows.")
+        log.info(f"apache-beam is not installed: using {workers} local processes, which write the same rows.")
         result = _of_texts(flags, encoding, options, max(workers, flags.num_workers))
     elif beam or flags.runner != _LOCAL:
         result = _with_beam(flags, encoding, options, beam)
@@ -225,7 +224,7 @@ def run(flags: FeaturizeFlags, beam: Sequence[str] = ()) -> int:
 
 
 def make_in_worker(element: str, folder: str, job: str) -> None:
-    """One step of the Beam pipeline, pickled by value because workers do not have the package on their path."""
+    """A step of the Beam pipeline; pickled by value, as workers do not have the package on their path."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
     from trident.corpus.featurize.beam import make_shard
@@ -265,21 +264,21 @@ def _of_tokens(flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOp
 
 
 def _with_beam(
-    flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, words: Sequence[str]
+    flags: FeaturizeFlags, encoding: EncodeOptions, options: WindowOptions, arguments: Sequence[str]
 ) -> FeaturizeResult:
-    """Runs the Beam pipeline; translates `--num-workers` to the runner's own option."""
+    """Runs the Beam pipeline; translates `--num-workers` to the runner's option."""
     from trident.corpus.featurize.beam import featurize_with_beam
     from trident.corpus.inputs.input_paths import expand_inputs
     from trident.corpus.inputs.tables import is_table
 
-    words = list(words)
+    arguments = list(arguments)
     is_direct = flags.runner in (_LOCAL, "beam", "DirectRunner")
     if not is_direct:
-        words += ["--runner", flags.runner]
+        arguments += ["--runner", flags.runner]
     if flags.num_workers > 1 and is_direct:
-        words += ["--direct_num_workers", str(flags.num_workers), "--direct_running_mode", "multi_processing"]
+        arguments += ["--direct_num_workers", str(flags.num_workers), "--direct_running_mode", "multi_processing"]
     elif flags.num_workers > 1:
-        words += ["--num_workers", str(flags.num_workers)]
+        arguments += ["--num_workers", str(flags.num_workers)]
     files = [
         path
         for text in flags.texts
@@ -287,7 +286,7 @@ def _with_beam(
             [text] if "://" in text and not is_table(text) else expand_inputs([text], encoding.document_separator)
         )
     ]
-    return featurize_with_beam(files, flags.output_path, encoding, options, words, make_in_worker)
+    return featurize_with_beam(files, flags.output_path, encoding, options, arguments, make_in_worker)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python tools/corpus/windows_to_tokens.py --windows out/wt.train --output-prefix out/wt_text_document --append-eod
 
-From files of `tools/corpus/featurize.py`, the original documents are restored. From other tools' files, each window
-becomes a document of the ids that its attention_mask keeps. The inverse is `tools/corpus/featurize.py --data-prefix`.
+From files of `tools/corpus/featurize.py`, the original documents are restored. Each window of other files becomes a
+document of the ids in its attention_mask. The inverse is `tools/corpus/featurize.py --data-prefix`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class BackFlags(TokenizerFileFlags):
     """Flags of this program."""
 
     windows: tuple[str, ...] = flag(
-        help="Parquet files, patterns, or the path before -00000-of-0000N; in the order of the result",
+        help="Parquet files, patterns, or paths without -00000-of-0000N, in the order of the result",
         nargs="+",
         path=PathUse.PREFIX,
     )
-    output_prefix: str = flag(help="data prefix of the result, without .bin/.idx", path=PathUse.NEW_PREFIX)
-    append_eod: bool = flag(False, "end every document with the tokenizer's end-of-document id")
+    output_prefix: str = flag(help="data prefix of the output, without .bin/.idx", path=PathUse.NEW_PREFIX)
+    append_eod: bool = flag(False, "append the end-of-document id to every document")
     tokenizer_type: str | None = optional_tokenizer_type("tokenizer of files that do not record it")
 
 
@@ -43,10 +43,10 @@ def main() -> int:
     process_exit.interrupt_on_sigterm()
     record = TokenizerRecord.of(build_tokenizer(TokenizerChoice.of(flags))) if flags.tokenizer_type else None
     result = windows_to_tokens(flags.windows, flags.output_prefix, record, flags.append_eod)
-    kind = "joined" if result.whole else "taken as one document each (their files do not record how they were cut)"
+    kind = "joined" if result.whole else "as one document each (their files do not record document boundaries)"
     log.info(
         f"Wrote {flags.output_prefix} (.bin, .idx): {result.documents} documents, {result.tokens} tokens, from "
-        f"{result.windows} windows {kind}; {result.empty} empty ones left out."
+        f"{result.windows} windows {kind}; skipped {result.empty} empty ones."
     )
     return 0
 

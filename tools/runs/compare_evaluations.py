@@ -4,8 +4,8 @@
     python tools/evaluate.py --load checkpoints/b --tasks tasks.yaml --output b.json
     python tools/runs/compare_evaluations.py a.json b.json
 
-Shows for every metric both values, their difference with its interval, and the probability of such a difference if both
-were equally good: as it is, and corrected for the number of metrics.
+Prints for every metric both values, their difference with a confidence interval, and its p-value, also corrected for
+the number of metrics.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class CompareFlags(ConfigSection):
     """Flags of this program."""
 
     results: tuple[str, ...] = flag(
-        help="two results of tools/evaluate.py, A and B; the flag's name may be left out",
+        help="two result files of tools/evaluate.py; also accepted as positional arguments",
         nargs="+",
         path=PathUse.SMALL_FILE,
     )
-    resamples: int = flag(10_000, "random draws behind each interval and test", at_least=100)
-    confidence: float = flag(0.95, "share of the draws that an interval contains", above=0, below=1)
-    seed: int = flag(1234, "seed of the draws", at_least=0)
-    output: str | None = flag(None, "file for the comparison, JSON", path=PathUse.NEW_FILE)
+    resamples: int = flag(10_000, "number of resamples for each interval and test", at_least=100)
+    confidence: float = flag(0.95, "confidence level of the intervals", above=0, below=1)
+    seed: int = flag(1234, "random seed", at_least=0)
+    output: str | None = flag(None, "JSON file for the comparison", path=PathUse.NEW_FILE)
 
     def problems(self) -> Iterator[str]:
-        """Rules between the flags."""
+        """Yields violated rules between the flags."""
         if len(self.results) != 2:
-            yield f"--results takes two files, {len(self.results)} given ({' '.join(self.results)})."
+            yield f"--results expects two files, got {len(self.results)} ({' '.join(self.results)})."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

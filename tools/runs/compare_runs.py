@@ -1,8 +1,8 @@
-"""Compares the logged steps of two runs; exit code 0 if they agree, 77 if not.
+"""Compares the logged steps of two runs; the exit code is 0 if they agree, 77 if not.
 
     python tools/runs/compare_runs.py killed/metrics.jsonl resumed/metrics.jsonl --after 60 --tolerance 1e-6
 
-Given a single run that was resumed in its own folder, compares the steps that it logged twice.
+For a single run that was resumed in its folder, compares the steps that it logged twice.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ class CompareFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(
-        help="one or two run directories or metrics.jsonl; the flag's name may be left out",
+        help="one or two run folders or metrics.jsonl files; also accepted as positional arguments",
         nargs="+",
         path=PathUse.FILE_OR_FOLDER,
     )
-    after: int = flag(0, "compare only steps after this one, normally the last saved step", at_least=0)
-    tolerance: float = flag(1e-6, "largest relative difference of a loss", at_least=0)
-    norm_tolerance: float = flag(1e-4, "largest relative difference of a gradient norm", at_least=0)
+    after: int = flag(0, "compare only steps after this one, usually the last saved step", at_least=0)
+    tolerance: float = flag(1e-6, "maximum relative difference of a loss", at_least=0)
+    norm_tolerance: float = flag(1e-4, "maximum relative difference of a gradient norm", at_least=0)
 
     def problems(self) -> Iterator[str]:
         if len(self.runs) > 2:
-            given = f"{len(self.runs)} given ({' '.join(self.runs)})"
-            yield f"--runs takes one or two runs, {given}. Compare two at a time."
+            yield f"--runs expects one or two runs, got {len(self.runs)} ({' '.join(self.runs)})."
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-r"""Plots the curves of one or more runs: in the terminal, and as an image with --output.
+r"""Plots the curves of runs in the terminal, and as an image with --output.
 
 python tools/runs/plot_run.py runs/gpt-20260101-120000 --output loss.png
 python tools/runs/plot_run.py runs/small runs/large --metric loss lr norm speed --x tokens --smooth 0.9 \
@@ -35,52 +35,52 @@ class PlotFlags(ConfigSection):
     """Flags of this program."""
 
     runs: tuple[str, ...] = flag(
-        help="run directories or their metrics.jsonl; the flag's name may be left out",
+        help="run folders or metrics.jsonl files; also accepted as positional arguments",
         nargs="+",
         path=PathUse.FILE_OR_FOLDER,
     )
     output: str | None = flag(
-        None, "image to write; the extension (.png, .svg, .pdf) determines the format", path=PathUse.NEW_FILE
+        None, "image file; the extension (.png, .svg, .pdf) determines the format", path=PathUse.NEW_FILE
     )
     metric: tuple[str, ...] = flag(
         ("lm_loss",),
-        f"what to plot, one panel each: {', '.join(_METRICS)}, or any number in a step record, such as loss_scale",
+        f"metrics to plot, one panel each: {', '.join(_METRICS)}, or any number in a step record, such as loss_scale",
         nargs="+",
         synonyms=_METRICS,
     )
     x: str = flag(
         "steps",
-        "what the horizontal axis shows; hours are the time of training steps",
+        "unit of the x axis; hours are the time of training steps",
         choices=("steps", "samples", "tokens", "hours", "flops"),
     )
     smooth: float = flag(
         0.0,
-        "weight of the previous moving average at each new value; the original curve stays behind it",
+        "smoothing: weight of the moving average at each new value; the original curve is drawn behind it",
         at_least=0,
         below=1,
     )
     title: str = flag("", "title of the image")
-    names: tuple[str, ...] = flag((), "names of the runs in the legend, in their order; the folders' if left out")
+    names: tuple[str, ...] = flag((), "names of the runs in the legend; the folder names if unset")
     mark: tuple[str, ...] = flag(
-        (), 'places on the x axis to mark in the image, each with its text: --mark 500:"new data" 800:killed', nargs="+"
+        (), 'marks on the x axis of the image, with their labels: --mark 500:"new data" 800:killed', nargs="+"
     )
-    log_scale: bool = flag(False, "values of the image on a logarithmic scale")
-    terminal: bool = flag(True, "draw the curves in the terminal")
+    log_scale: bool = flag(False, "logarithmic y axis of the image")
+    terminal: bool = flag(True, "plot in the terminal")
     width: int = flag(72, "width of the terminal plot in characters", at_least=10)
     height: int = flag(14, "height of the terminal plot in lines", at_least=2)
 
     def problems(self) -> Iterator[str]:
         if self.names and len(self.names) != len(self.runs):
-            yield f"--names gives {len(self.names)} names for {len(self.runs)} runs. Give one for each run."
+            yield f"--names has {len(self.names)} names for {len(self.runs)} runs. Give one for each run."
         for mark in self.mark:
             if not _MARK.fullmatch(mark):
-                yield f"--mark {mark} is not a place on the x axis and a text. Write them as 500:killed."
+                yield f"--mark {mark} is invalid. Expected POSITION:LABEL, such as 500:killed."
         if not self.terminal and self.output is None:
-            yield "--no-terminal without --output would draw nothing. Give --output loss.png, or drop it."
+            yield "--no-terminal requires --output, for example --output loss.png."
 
     def marks(self) -> list[tuple[float, str]]:
-        """The places to mark, with their texts."""
-        return [(float(place), text) for place, _, text in (mark.partition(":") for mark in self.mark)]
+        """The marked positions with their labels."""
+        return [(float(position), label) for position, _, label in (mark.partition(":") for mark in self.mark)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

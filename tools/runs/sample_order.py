@@ -1,7 +1,7 @@
-"""Reconstructs the training samples of a run in the order in which it read them.
+"""Reconstructs the training samples of a run in the order of training.
 
-The order is determined by the data plan of a checkpoint or, without one, by the flags from which a plan is built. Only
-the data files and their indices are read.
+The order is determined by the data plan of a checkpoint or, without one, by flags. Only data files and their indices
+are read.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from megatron.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What determines the order of a run's training samples.
+    """Settings that determine the order of a run's training samples.
 
     Args:
-        planned_samples: number of samples the order was planned for; another number gives another order.
-        plan: as stored in a checkpoint; None builds it from the other values.
-        masked: how masked samples are made; None for other objectives.
+        planned_samples: number of planned samples, on which the order depends.
+        plan: the plan stored in a checkpoint; None builds it from the other values.
+        masked: options of masked samples; None for other objectives.
     """
 
     data: DataConfig
@@ -45,7 +45,7 @@ class SampleOrder:
 
     @staticmethod
     def of_plan(plan: DataPlan, data: DataConfig, masked: MaskedOptions | None = None) -> SampleOrder:
-        """The order of a stored plan; file paths come from the data flags, since files may have moved."""
+        """The order of a stored plan; file paths come from the flags, as files may have moved."""
         samples = plan.train.samples if plan.train else 0
         return SampleOrder(data, plan.sequence_length, plan.seed, samples, plan, masked)
 
@@ -68,8 +68,8 @@ class SampleOrder:
         """
         if optim.train_iters is None and not optim.is_counted_in_samples:
             raise ConfigError(
-                "The order of samples depends on how many are planned. Give --train-samples (or --train-iters and "
-                "--global-batch-size) as in training, or a checkpoint with --load."
+                "The order of samples depends on the number of planned samples. Give --train-samples (or --train-iters "
+                "and --global-batch-size) as in training, or a checkpoint with --load."
             )
         if optim.train_samples is None:
             counted = "--train-iters" if optim.train_tokens is None else "--train-tokens"
@@ -82,17 +82,16 @@ class SampleOrder:
 
 @dataclass(frozen=True)
 class TrainedSample:
-    """One sample as training saw it.
+    """A sample as read in training.
 
     Args:
         number: index in the order of the run, from 0; equal to the samples consumed before it.
         source: data prefix that it comes from.
-        tokens: the inputs and, shifted by one, the labels; of a masked sample only the inputs, as the network sees
-            them.
-        hidden: position and token of everything that a masked sample hides.
+        tokens: the inputs and, shifted by one, the labels; for a masked sample only the masked inputs.
+        hidden: position and original token of each masked token.
 
     Shapes:
-        tokens: int64 [s + 1], of a masked sample [s].
+        tokens: int64 [s + 1]; for a masked sample [s].
     """
 
     number: int
@@ -107,21 +106,21 @@ def with_known_batch(optim: OptimRequest, flag: str, sequence_length: int) -> Op
 
     Args:
         flag: the flag that counts in steps, for the error.
-        sequence_length: tokens of a sample; only the length of a run in tokens depends on it.
+        sequence_length: tokens per sample; only used for runs measured in tokens.
 
     Raises:
         ConfigError: the size depends on the number of processes.
     """
     if optim.global_batch_size is None:
         raise ConfigError(
-            f"{flag} counts steps, and how many samples a step had depends on the number of processes. Give "
+            f"{flag} counts steps, whose number of samples depends on the number of processes. Give "
             "--global-batch-size as in training."
         )
     return resolve_optim(optim, optim.global_batch_size, sequence_length)
 
 
 def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer | None) -> Iterator[TrainedSample]:
-    """The training samples [start, end).
+    """Reads the training samples [start, end).
 
     Args:
         tokenizer: the run's tokenizer; checked against the data if possible.
@@ -132,10 +131,10 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
     """
     if not 0 <= start < end <= order.planned_samples:
         raise DataError(
-            f"Samples {start} to {end} are not a range within the {order.planned_samples} planned training samples. "
-            f"Give a start below the end, and an end of at most {order.planned_samples}."
+            f"Samples {start} to {end} are not within the {order.planned_samples} planned training samples. Give a "
+            f"start below the end, and an end of at most {order.planned_samples}."
         )
-    # evaluation data is not read, so it may be missing
+    # Evaluation data is not read and may be missing.
     data = dataclasses.replace(
         order.data,
         valid_weighted_split_paths=(),
@@ -144,10 +143,10 @@ def read_samples(order: SampleOrder, start: int, end: int, tokenizer: Tokenizer 
         test_data_path=(),
         change_data_blend=False,
     )
-    wanted = (order.planned_samples, 0, 0)
+    samples = (order.planned_samples, 0, 0)
     datasets, plan = build_split_datasets(
         DataRequest(
-            data, order.sequence_length, order.seed, wanted, order.plan, tokenizer=tokenizer, masked=order.masked
+            data, order.sequence_length, order.seed, samples, order.plan, tokenizer=tokenizer, masked=order.masked
         )
     )
     if datasets.train is None or plan.train is None:
@@ -162,14 +161,14 @@ def _samples(dataset: SampleDataset, prefixes: Sequence[str], start: int, end: i
         sample = dataset.read(number)
         hidden: list[tuple[int, int]] = []
         if sample.labels is not None and sample.loss_mask is not None:
-            hidden = [(int(place), int(sample.labels[place])) for place in np.flatnonzero(sample.loss_mask)]
+            hidden = [(int(index), int(sample.labels[index])) for index in np.flatnonzero(sample.loss_mask)]
         yield TrainedSample(number, source, tuple(dataset.spans(number)), sample.tokens, tuple(hidden))
 
 
 def samples_of_steps(
     first: int, last: int, optim: OptimRequest, skipped: Sequence[StepRange], end: Progress | None = None
 ) -> tuple[int, int]:
-    """The samples [start, end) of the steps `first` to `last`, both included; steps are counted from 1.
+    """The samples [start, end) of steps `first` to `last`, inclusive, counted from 1.
 
     Args:
         optim: the optimizer section, with its global batch size.
@@ -185,16 +184,16 @@ def samples_of_steps(
         consumed = samples_after(known, 1, before)
         if consumed != end.consumed_samples:
             raise ConfigError(
-                f"The checkpoint had consumed {end.consumed_samples} samples at step {end.step}; with the batch sizes "
-                f"it was saved with, that would be {consumed}: they changed during the run. Give the run's folder "
-                "(--run-dir), which has the count of every step, or --start-sample and --end-sample."
+                f"The checkpoint had consumed {end.consumed_samples} samples at step {end.step}, but its batch sizes "
+                f"give {consumed}: they changed during the run. Give the run folder (--run-dir), which has the count "
+                "of every step, or --start-sample and --end-sample."
             )
     start, last_start = (samples_before_step(known, skipped, step) for step in (first, last))
     return start, samples_after(known, 1, last_start)
 
 
 def samples_of_logged_steps(first: int, last: int, steps: Mapping[int, Mapping[str, Any]]) -> tuple[int, int]:
-    """The samples [start, end) of the steps `first` to `last`, both included, as a run logged them.
+    """The samples [start, end) of steps `first` to `last`, inclusive, as logged by a run.
 
     Args:
         steps: the result of `read_steps`.

@@ -1,4 +1,4 @@
-"""Compares schedules by what they cost: idle time, and the activations that ranks hold."""
+"""Compares pipeline schedules by idle time and activation memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.parallel.schedule.schedule_files import read_orders
 
 
 def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Schedule:
-    """The schedule of this name with these sizes.
+    """Builds the schedule of this name with these sizes.
 
     Args:
-        chunks_per_rank: as few as the schedule takes if None.
+        chunks_per_rank: the minimum of the schedule if None.
 
     Raises:
-        ConfigError: as of `build_schedule`.
+        ConfigError: see `build_schedule`.
     """
     fewest, _ = SCHEDULE_CHUNKS.get(name, (1, None))
     return build_schedule(name, ranks, fewest if chunks_per_rank is None else chunks_per_rank, micro_batches)
@@ -26,10 +26,10 @@ def schedule_with_sizes(name: str, ranks: int, chunks_per_rank: int | None, micr
 def schedule_of_file(
     path: str, ranks: int | None = None, chunks_per_rank: int | None = None, micro_batches: int | None = None
 ) -> Schedule:
-    """The schedule of a file, with its own sizes where none is given.
+    """Builds the schedule of a file, with the file's sizes unless given.
 
     Raises:
-        ConfigError: as of `build_schedule`, which refuses other sizes than the file's.
+        ConfigError: see `build_schedule`, which refuses other sizes than the file's.
     """
     placement, count, _ = read_orders(path)
     return build_schedule(
@@ -38,7 +38,7 @@ def schedule_of_file(
 
 
 def table_lines(ranks: int, chunks_per_rank: int | None, micro_batches: int) -> Iterator[str]:
-    """A table of all schedules that take these chunks."""
+    """A table of all schedules that support this number of chunks."""
     yield f"{ranks} rank{'s' * (ranks != 1)}, {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
     yield f"{'schedule':<16}{'chunks':>6}{'idle':>8}   activations held, in micro-batches of a stage, by rank"
     for name, (fewest, most) in SCHEDULE_CHUNKS.items():
@@ -49,5 +49,5 @@ def table_lines(ranks: int, chunks_per_rank: int | None, micro_batches: int) -> 
 
 
 def held_text(peak_alive: Sequence[int], chunks_per_rank: int) -> str:
-    """What each rank holds, in micro-batches of activations of all its layers."""
+    """The peak activations of each rank, in micro-batches of all its layers."""
     return " ".join(f"{round(alive / chunks_per_rank, 1):g}" for alive in peak_alive)

@@ -1,4 +1,4 @@
-"""Draws schedules: time to the right, a row for each pipeline rank; as SVG and as lines of text.
+"""Draws pipeline schedules, with a row for each rank, as SVG and as lines of text.
 
 The colors are distinct for all kinds of color vision, and every box has its micro-batch and, where there is room, its
 kind as text.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from megatron.parallel.schedule.actions import Kind, Schedule
-from megatron.parallel.schedule.simulation import Span, simulate
+from megatron.parallel.schedule.simulation import TimedComputation, simulate
 
 _COLORS = {
     Kind.FORWARD: "#56b4e9",
@@ -35,8 +35,8 @@ _TERMINAL_COLORS = {
 }  # of 256 colors
 
 
-def spans_of(schedule: Schedule) -> list[Span]:
-    """When each computation of a schedule runs, in units of a forward pass."""
+def timeline_of(schedule: Schedule) -> list[TimedComputation]:
+    """The computations of a schedule with their times, in units of a forward pass."""
     return simulate(schedule.orders, schedule.placement)
 
 
@@ -49,10 +49,10 @@ def title_of(schedule: Schedule) -> str:
 
 
 def svg(schedule: Schedule) -> str:
-    """The schedule as an SVG document, which follows the color scheme of whoever looks at it."""
-    spans = spans_of(schedule)
+    """The schedule as an SVG document, with support for dark mode."""
+    timeline = timeline_of(schedule)
     height = _TOP + schedule.ranks * _ROW + 44
-    width = _LEFT + round(max(span.end for span in spans) * _UNIT) + 16
+    width = _LEFT + round(max(timed.end for timed in timeline) * _UNIT) + 16
     title = escape(title_of(schedule))
     return "\n".join(
         [
@@ -66,32 +66,36 @@ def svg(schedule: Schedule) -> str:
                 f'<text x="{_LEFT - 8}" y="{_TOP + rank * _ROW + 19}" text-anchor="end">rank {rank}</text>'
                 for rank in range(schedule.ranks)
             ),
-            *(_box(schedule, span) for span in spans),
-            *_legend(schedule, spans, height - 16),
+            *(_box(schedule, timed) for timed in timeline),
+            *_legend(schedule, timeline, height - 16),
             "</svg>\n",
         ]
     )
 
 
-def _box(schedule: Schedule, span: Span) -> str:
-    """A computation; the later its chunk is on its rank, the paler."""
-    x, y, width = _LEFT + span.start * _UNIT, _TOP + span.rank * _ROW, (span.end - span.start) * _UNIT
-    place = schedule.placement.chunks_of(span.rank).index(span.chunk)
+def _box(schedule: Schedule, timed: TimedComputation) -> str:
+    """The box of a computation; later chunks of a rank are paler."""
+    x, y, width = (
+        _LEFT + timed.start * _UNIT,
+        _TOP + timed.rank * _ROW,
+        (timed.end - timed.start) * _UNIT,
+    )
+    chunk_index = schedule.placement.chunks_of(timed.rank).index(timed.chunk)
     box = f'x="{x:g}" y="{y}" width="{width:g}" height="{_ROW - 4}"'
     return (
-        f"<g><title>{_NAMES[span.kind]} of chunk {span.chunk}, micro-batch {span.micro_batch}</title>"
-        f'<rect fill="#ffffff" {box}/><rect class="box" fill="{_COLORS[span.kind]}" '
-        f'fill-opacity="{_opacity(place, schedule.chunks_per_rank):g}" {box}/>'
-        f'<text class="label" x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{span.micro_batch}</text></g>'
+        f"<g><title>{_NAMES[timed.kind]} of chunk {timed.chunk}, micro-batch {timed.micro_batch}</title>"
+        f'<rect fill="#ffffff" {box}/><rect class="box" fill="{_COLORS[timed.kind]}" '
+        f'fill-opacity="{_opacity(chunk_index, schedule.chunks_per_rank):g}" {box}/>'
+        f'<text class="label" x="{x + width / 2:g}" y="{y + 17}" text-anchor="middle">{timed.micro_batch}</text></g>'
     )
 
 
-def _opacity(place: int, chunks: int) -> float:
-    return round(1 - 0.65 * place / max(1, chunks - 1), 3)
+def _opacity(index: int, chunks: int) -> float:
+    return round(1 - 0.65 * index / max(1, chunks - 1), 3)
 
 
-def _legend(schedule: Schedule, spans: Sequence[Span], y: int) -> Iterator[str]:
-    used = {span.kind for span in spans}
+def _legend(schedule: Schedule, timeline: Sequence[TimedComputation], y: int) -> Iterator[str]:
+    used = {timed.kind for timed in timeline}
     x = _LEFT
     for kind in (kind for kind in Kind if kind in used):
         yield f'<rect class="key" fill="{_COLORS[kind]}" x="{x}" y="{y - 11}" width="14" height="14"/>'
@@ -102,33 +106,33 @@ def _legend(schedule: Schedule, spans: Sequence[Span], y: int) -> Iterator[str]:
 
 
 def text_lines(schedule: Schedule, width: int, *, in_color: bool = False) -> list[str]:
-    """The schedule in lines of a terminal, a unit of time in three columns, or in one where there is no room.
+    """The schedule as lines of text, with several columns per unit of time, or one if the terminal is narrow.
 
     Args:
-        width: columns of the terminal; a longer schedule is cut off.
-        in_color: whether the boxes get colors (escape codes).
+        width: columns of the terminal; a longer schedule is truncated.
+        in_color: True for colored boxes (escape codes).
     """
-    spans = spans_of(schedule)
+    timeline = timeline_of(schedule)
     label = len(f"rank {schedule.ranks - 1} ")
-    length = round(max(span.end for span in spans))
+    length = round(max(timed.end for timed in timeline))
     digits = len(str(schedule.micro_batches - 1))
     unit = 2 + digits if label + (2 + digits) * length <= width else 1
     shown = min(length, (width - label) // unit)
     lines = [title_of(schedule)]
     for rank in range(schedule.ranks):
         cells = ["." + " " * (unit - 1)] * length
-        for span in (span for span in spans if span.rank == rank):
-            place = schedule.placement.chunks_of(rank).index(span.chunk)
-            letter = span.kind.value if place % 2 == 0 else span.kind.value.lower()
-            text = f"{letter}{span.micro_batch}" if unit > 1 else letter
-            count = round(span.end - span.start)
+        for timed in (timed for timed in timeline if timed.rank == rank):
+            chunk_index = schedule.placement.chunks_of(rank).index(timed.chunk)
+            letter = timed.kind.value if chunk_index % 2 == 0 else timed.kind.value.lower()
+            text = f"{letter}{timed.micro_batch}" if unit > 1 else letter
+            count = round(timed.end - timed.start)
             filled = text.ljust(unit * count - (unit > 1), "-" if unit > 1 else letter) + " " * (unit > 1)
             for index in range(count):
                 part = filled[unit * index : unit * (index + 1)]
-                cells[round(span.start) + index] = _colored(part, span.kind) if in_color else part
+                cells[round(timed.start) + index] = _colored(part, timed.kind) if in_color else part
         lines.append(f"rank {rank}".ljust(label) + "".join(cells[:shown]).rstrip())
-    names = ", ".join(f"{kind.value} {_NAMES[kind]}" for kind in Kind if kind in {span.kind for span in spans})
-    lower = "; small letters: a rank's second chunk, and every other" if schedule.chunks_per_rank > 1 else ""
+    names = ", ".join(f"{kind.value} {_NAMES[kind]}" for kind in Kind if kind in {timed.kind for timed in timeline})
+    lower = "; lower case: every second chunk of a rank" if schedule.chunks_per_rank > 1 else ""
     lines.append(f"{names}, . idle{lower}")
     if shown < length:
         lines.append(f"The terminal shows {shown} of {length} units of time; --draw FILE.svg draws all of them.")

@@ -1,12 +1,11 @@
-"""Copies the folder of a run to a directory or to another machine, so that it can continue there.
+"""Copies a run folder to a directory or another machine, where the run can be resumed.
 
     python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to /mnt/archive
     python tools/runs/sync_run.py logs/gentle_lovelace-26112211 --to ubuntu@192.0.2.7:runs --every-seconds 300
 
-Only complete checkpoints are copied. Every byte that arrives is compared with its digest before the checkpoint gets its
-name there. An interrupted copy continues where it stopped, an up-to-date one sends nothing, and a step that the run has
-saved again is copied again. The other machine is reached with `ssh`, which must not ask for a password. The same
-command continues a copy.
+Only complete checkpoints are copied, and every byte is verified against its digest before a checkpoint is published.
+The same command resumes an interrupted copy and updates a finished one, including steps that the run has saved again.
+Remote machines are accessed with `ssh`, which must not require a password.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from megatron.errors import DamagedError, StorageError
 class SyncFlags(ConfigSection):
     """Flags of this tool."""
 
-    run: str = flag(help="folder of the run; the flag's name may be left out", path=PathUse.FOLDER)
-    to: str = flag(help="directory that the folder is copied into, or user@host:directory", path=PathUse.FOLDER)
-    every_seconds: int | None = flag(None, "copy repeatedly, with this many seconds in between", at_least=1)
+    run: str = flag(help="run folder; also accepted as a positional argument", path=PathUse.FOLDER)
+    to: str = flag(help="target directory, or user@host:directory", path=PathUse.FOLDER)
+    every_seconds: int | None = flag(None, "repeat the copy with this interval in seconds", at_least=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,17 +41,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__ or "",
         positional="--run",
     )
-    for _ in _turns(flags.every_seconds):
+    for _ in _rounds(flags.every_seconds):
         try:
             _copy(flags)
         except (DamagedError, StorageError) as failure:
             if flags.every_seconds is None:
                 raise
-            log.warning(f"{failure} The next round tries again.")
+            log.warning(f"{failure} Retrying in the next round.")
     return 0
 
 
-def _turns(every_seconds: int | None) -> Iterator[None]:
+def _rounds(every_seconds: int | None) -> Iterator[None]:
     yield
     while every_seconds is not None:
         time.sleep(every_seconds)

@@ -1,6 +1,6 @@
-"""One network trained at every ZeRO stage, with and without offloading: bytes per rank, and whether the losses agree.
+"""Trains a network at every ZeRO stage, with and without offloading, and compares memory per rank and losses.
 
-Each cell of the table is a run of its own on the same ranks and the same batch, from the same initial weights.
+Each cell of the table is a separate run on the same ranks and batch, from the same initial weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.engine.memory.held import held_bytes, predicted_amounts
 from megatron.parallel.joining import close_mesh, count_ranks, open_mesh
 from megatron.train.start_up.engine_opening import build_engine
 
-# DeepSpeed allocates its buckets in advance, by default half a billion elements each.
+# DeepSpeed preallocates its buckets, by default half a billion elements each.
 _BUCKET_ELEMENTS = 500_000
 _SAMPLES_PER_RANK = 2
 _HEADINGS = ("stage", "offload", "parameters", "gradients", "optimizer", "on the device", "loss")
@@ -32,7 +32,7 @@ _HEADINGS = ("stage", "offload", "parameters", "gradients", "optimizer", "on the
 
 @dataclass(frozen=True)
 class TableRun:
-    """What every cell of a table trains.
+    """The network and training of every cell.
 
     Attributes:
         num_layers, hidden_size, num_attention_heads, seq_length, vocab_size: the network.
@@ -51,7 +51,7 @@ class TableRun:
 
 @dataclass(frozen=True)
 class Cell:
-    """A ZeRO stage, and what is offloaded to the memory of the host."""
+    """A ZeRO stage and its offloading to host memory."""
 
     stage: int
     offloads_optimizer: bool = False
@@ -59,11 +59,11 @@ class Cell:
 
     @property
     def offload(self) -> str:
-        """The second column of the table."""
+        """The value of the column `offload`."""
         return ("no", "optimizer", "all")[self.offloads_optimizer + self.offloads_parameters]
 
     def settings(self) -> dict[str, Any]:
-        """The entries of a DeepSpeed file that make the cell."""
+        """The DeepSpeed settings of the cell."""
         zero: dict[str, Any] = {"reduce_bucket_size": _BUCKET_ELEMENTS, "allgather_bucket_size": _BUCKET_ELEMENTS}
         if self.stage == 3:
             zero["stage3_param_persistence_threshold"] = 0  # divide small parameters as well
@@ -91,7 +91,7 @@ class MeasuredCell:
 
 
 def cells_of(dtype: str) -> list[Cell]:
-    """The cells of a table; stage 0 divides nothing that could be offloaded, and half precision begins at stage 1."""
+    """The cells of a table; stage 0 has no offloading, and requires fp32."""
     cells = [
         *(Cell(stage, offloads) for stage in (1, 2, 3) for offloads in (False, True)),
         Cell(3, offloads_optimizer=True, offloads_parameters=True),
@@ -103,7 +103,7 @@ def measure_cells(run: TableRun, cells: Sequence[Cell]) -> tuple[int, list[Measu
     """Trains every cell on the ranks of the launcher; collective over all of them.
 
     Returns:
-        the number of this rank, and its rows of the table.
+        This rank, and its rows of the table.
 
     Raises:
         ConfigError: the network or the dtype does not fit this machine.
@@ -114,7 +114,7 @@ def measure_cells(run: TableRun, cells: Sequence[Cell]) -> tuple[int, list[Measu
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "deepspeed.json"  # as in any run that offloads
             path.write_text(json.dumps(cell.settings()))
-            request = parse([*_words(run, cell), "--deepspeed_config", str(path)])
+            request = parse([*_arguments(run, cell), "--deepspeed_config", str(path)])
             ranks = count_ranks(request.parallel)
             machine = Machine(device.device_type(), ranks, device.supports_fp16(), device.supports_bf16())
             config = resolve(request, machine, TokenizerFacts(run.vocab_size, 0, "none"))
@@ -132,10 +132,10 @@ def largest_difference(rows: Sequence[MeasuredCell]) -> float:
 
 
 def table_lines(rows: Sequence[MeasuredCell], *, shows_device: bool) -> Iterator[str]:
-    """The table as text; each amount as measured, with what was predicted in brackets.
+    """The table as text, with measured amounts, and predicted ones in brackets.
 
     Args:
-        shows_device: whether the device has its own memory, which was measured.
+        shows_device: True if the device has its own memory, which was measured.
     """
     texts: list[tuple[str, ...]] = [_HEADINGS]
     for row in rows:
@@ -143,8 +143,8 @@ def table_lines(rows: Sequence[MeasuredCell], *, shows_device: bool) -> Iterator
             _pair(getattr(row.measured, name), getattr(row.predicted, name))
             for name in ("parameters", "gradients", "optimizer")
         )
-        here = _pair(row.measured.on_device if shows_device else None, row.predicted.on_device)
-        texts.append((str(row.cell.stage), row.cell.offload, *amounts, here, f"{row.last_loss:.6f}"))
+        device_amount = _pair(row.measured.on_device if shows_device else None, row.predicted.on_device)
+        texts.append((str(row.cell.stage), row.cell.offload, *amounts, device_amount, f"{row.last_loss:.6f}"))
     widths = [max(len(line[column]) for line in texts) for column in range(len(_HEADINGS))]
     for line in texts:
         yield "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip()
@@ -155,11 +155,11 @@ def _pair(measured: int | None, predicted: int) -> str:
 
 
 def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) -> MeasuredCell:
-    held: list[Amounts] = []
+    measured: list[Amounts] = []
 
     def note(phase: str) -> None:
         if phase == "step":
-            held.append(held_bytes(engine))
+            measured.append(held_bytes(engine))
 
     engine.on_phase = note
     batch = _batch(run, engine.mesh.batch.rank)
@@ -167,10 +167,10 @@ def _measure(run: TableRun, cell: Cell, engine: Engine, learning_rate: float) ->
     losses = [step.loss for step in steps if step.loss is not None]
     offloads = cell.offloads_optimizer, cell.offloads_parameters
     predicted = predicted_amounts(engine, offloads_optimizer=offloads[0], offloads_parameters=offloads[1])
-    return MeasuredCell(cell, predicted, held[-1], losses[0], losses[-1])
+    return MeasuredCell(cell, predicted, measured[-1], losses[0], losses[-1])
 
 
-def _words(run: TableRun, cell: Cell) -> list[str]:
+def _arguments(run: TableRun, cell: Cell) -> list[str]:
     sizes = {
         "--num-layers": run.num_layers,
         "--hidden-size": run.hidden_size,

@@ -1,13 +1,12 @@
-"""Prints what each ZeRO stage holds per rank, with and without offloading, and checks that all reach the same loss.
+"""Prints the memory per rank of each ZeRO stage, with and without offloading, and checks that losses agree.
 
     torchrun --nproc_per_node 2 tools/runs/zero_table.py
     deepspeed --num_gpus 2 tools/runs/zero_table.py --dtype bf16
 
-A network of the given size is trained for some steps on random tokens, once for each cell of the table. The amounts are
-bytes on rank 0 when the update begins, as measured and, in brackets, as the closed form of
-megatron/engine/memory/closed_form.py gives them. On a machine without an accelerator, the memory of the device is that
-of the host, and what would be on the device is only predicted. Nothing is compiled. The exit code is 77 if the losses
-differ.
+A network of the given size is trained for some steps on random tokens, once for each cell of the table. Amounts are
+bytes on rank 0 at the start of the update: measured, and in brackets predicted by
+megatron/engine/memory/closed_form.py. Without an accelerator, device memory is only predicted. The exit code is 77 if
+the losses differ.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ _LIMITS = {"fp32": 1.0e-4, "bf16": 1.0e-2, "fp16": 1.0e-2}  # nats
 class ZeroTableFlags(ConfigSection):
     """Flags of this tool."""
 
-    num_layers: int = flag(2, "transformer blocks", at_least=1)
-    hidden_size: int = flag(64, "width", at_least=1)
-    num_attention_heads: int = flag(4, "attention heads", at_least=1)
-    seq_length: int = flag(32, "tokens of a sample", at_least=1)
-    vocab_size: int = flag(512, "tokens of the vocabulary", at_least=1)
-    steps: int = flag(5, "updates of each cell", at_least=2)
-    dtype: str = flag("fp32", "dtype of the computation", choices=tuple(_LIMITS))
-    json: bool = flag(False, "print one JSON object for each cell instead of the table")
+    num_layers: int = flag(2, "number of transformer layers", at_least=1)
+    hidden_size: int = flag(64, "transformer hidden size", at_least=1)
+    num_attention_heads: int = flag(4, "number of attention heads", at_least=1)
+    seq_length: int = flag(32, "sequence length", at_least=1)
+    vocab_size: int = flag(512, "vocabulary size", at_least=1)
+    steps: int = flag(5, "training steps per cell", at_least=2)
+    dtype: str = flag("fp32", "training dtype", choices=tuple(_LIMITS))
+    json: bool = flag(False, "print one JSON object per cell instead of the table")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures all cells on the ranks of the launcher, and prints the table on rank 0."""
     begin_rank()
-    words = sys.argv[1:] if argv is None else argv
-    flags = parse_flags(ZeroTableFlags, words, prog="zero_table.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(ZeroTableFlags, arguments, prog="zero_table.py", description=__doc__ or "")
     from megatron import device
 
     device.choose_accelerator()
@@ -63,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     difference = largest_difference(rows)
     if difference > _LIMITS[flags.dtype]:
         raise NumericsError(
-            f"after {flags.steps} steps in {flags.dtype} the losses of the cells are {difference:.2e} apart, and "
-            f"{_LIMITS[flags.dtype]:.0e} is the limit. The column of losses shows which cell trains wrongly."
+            f"after {flags.steps} steps in {flags.dtype} the losses of the cells differ by {difference:.2e}, more than "
+            f"{_LIMITS[flags.dtype]:.0e}. The column of losses shows which cell is wrong."
         )
     return 0
 

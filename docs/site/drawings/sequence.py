@@ -1,4 +1,4 @@
-"""How a ring of four ranks shares samples: which blocks of tokens each rank has, and the attention that it computes."""
+"""A ring of four ranks that shares samples: the blocks of tokens of each rank, and the attention it computes."""
 
 from __future__ import annotations
 

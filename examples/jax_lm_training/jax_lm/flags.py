@@ -118,7 +118,7 @@ class JaxLmFlags(ProgramFlags):
 
     @property
     def program(self) -> Program:
-        """What the program prefers to the trainer's defaults, and its lines."""
+        """The program's defaults and its log style."""
         folder = PurePath(self.model_save_dir)
         defaults = {
             "data.tokenizer_type": "PretrainedFromHF",

@@ -86,7 +86,7 @@ class SourcePlan:
         return self.last - self.first if self.is_rows else (self.tokens - 1) // sequence_length
 
     def identity(self) -> tuple[str, int, int]:
-        """Returns the key by which two sources are the same, wherever their files are."""
+        """Returns the key that identifies the source, independent of the location of its files."""
         return self.fingerprint, self.first, self.last
 
 

@@ -34,7 +34,7 @@ _LARGEST_UINT64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SentenceRules:
-    """The rules by which documents are cut into samples.
+    """The rules for cutting documents into samples.
 
     Args:
         most_tokens: maximum length of a sample, without special tokens.

@@ -40,7 +40,7 @@ class UpdateDecision(Enum):
 
 @dataclass(frozen=True)
 class StepChecks:
-    """Checks of every step besides those of loss and gradient norm for finite values.
+    """Optional checks of every step.
 
     Attributes:
         skip_spikes: standard deviations above the recent mean from which an update is skipped; None for no limit.

@@ -122,7 +122,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class IterateMeans(AveragedWeights):
-    """The means x of an optimizer, computed where they are asked for: nothing is kept of them.
+    """The averages x of an optimizer, computed on demand.
 
     Args:
         masters: the tensors that the optimizer updates, flat or not.

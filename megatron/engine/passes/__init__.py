@@ -1,4 +1,4 @@
-"""Forward and backward passes of the micro-batches of a global batch: their loss, and those of one process.
+"""Forward and backward passes of micro-batches without a pipeline, and their loss.
 
 The passes of a pipeline are in `megatron/engine/pipeline/`.
 """

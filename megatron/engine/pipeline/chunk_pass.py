@@ -96,7 +96,7 @@ class ChunkRunner:
 
         Args:
             hidden: the output of the previous chunk; None for the first one.
-            extra_targets: targets of the objective besides those of the micro-batch.
+            extra_targets: further targets of the objective, by name.
             trains: a backward pass follows.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Conversations as text and token ids: built-in chat templates, and those of a tokenizer or a file.
+"""Conversations as text and token ids: built-in chat templates, or templates of a tokenizer or a file.
 
 `load_chat_template` returns a `ChatTemplate`, the interface of this package. A template is an untrusted Jinja program
 that comes with a model, so it runs in a sandbox with limits (`sandbox.py`); the content of messages never becomes a

@@ -6,7 +6,7 @@ processor time, no files, no processes) bound everything else.
 
 Messages in both directions are a length in eight bytes and JSON.
 
-Source: the environment is that of Hugging Face's `transformers/utils/chat_template_utils.py`: blocks trimmed on both
+Source: the environment follows Hugging Face's `transformers/utils/chat_template_utils.py`: blocks trimmed on both
 sides, loop controls, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% generation %}`.
 """
 

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 @dataclass
 class Page:
-    """What a page has: the names that a link may end with, its links, and the files that it loads."""
+    """The anchors of a page, its links, and the files that it loads."""
 
     names: set[str] = field(default_factory=set)
     links: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ def pages(site: Path) -> dict[str, Page]:
 
 
 def outside(address: str) -> bool:
-    """Whether an address leads out of the site."""
+    """Returns True if an address leads out of the site."""
     return re.match(r"[a-z]+:|//", address) is not None
 
 

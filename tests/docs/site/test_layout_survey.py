@@ -1,4 +1,4 @@
-"""Which layouts go with what: every rule that refuses one is found, and nothing else is."""
+"""The survey of layouts finds every rule that refuses a combination, and nothing else."""
 
 from __future__ import annotations
 

@@ -29,36 +29,20 @@ REPEATED = "{%% set n = namespace(s='a') %%}{%% for i in range(60) %%}{%% set n.
 
 TOO_MUCH = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "nested loops with output": "{% for i in range(99999) %}{% for j in range(99999) %}xxxx{% endfor %}{% endfor %}",
     "a long range": "{{ range(10 ** 9)|length }}",
     "a product": "{{ 'a' * 10 ** 9 }}",
     "a product of a list": "{{ ([1] * 10 ** 9)|length }}",
     "doubling by +": REPEATED % "n.s + n.s",
-    "doubling by ~": REPEATED % "n.s ~ n.s",
     "doubling lists": REPEATED % "[n.s, n.s]",
-    "doubling dictionaries": REPEATED % "{'a': n.s, 'b': n.s}",
-    "doubling dict()": REPEATED % "dict(a=n.s, b=n.s)",
-    "growing tuples": "{% set n = namespace(s=(1,)) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "a power": "{{ 9 ** 99999 }}",
-    "squares": "{% set n = namespace(s=10 ** 40) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
     "a wide format": "{{ '%1000000000d' % 1 }}",
-    "a computed width": "{{ '%*d' % (1000000000, 1) }}",
-    "format()": "{{ '{:>1000000000}'.format(1) }}",
-    "zfill": "{{ 'a'.zfill(1000000000) }}",
-    "center": "{{ 'a'.center(1000000000) }}",
-    "indent": "{{ 'a\\nb'|indent(1000000000) }}",
     "indent of many lines": "{{ ('a\\n' * 50000)|indent(999) }}",
     "replace": "{% set s = 'a' * 2000 %}{{ s.replace('a', s).replace('a', s) }}",
-    "the filter replace": "{% set s = 'a' * 2000 %}{{ s|replace('a', s)|replace('a', s) }}",
     "join": "{% set s = 'a' * 100000 %}{{ s.join(range(99999)) }}",
-    "the filter join": "{% set s = 'a' * 100000 %}{{ range(99999)|join(s) }}",
-    "indented JSON": "{{ messages|tojson(indent=1000000000) }}",
     "macros that call each other": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "a recursive loop": "{% for one in messages recursive %}{{ loop(messages) }}{% endfor %}",
     "deep parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-    "deep blocks": "{% if true %}" * 500 + "{% endif %}" * 500,
 }  # fmt: skip
 
 FORBIDDEN = {

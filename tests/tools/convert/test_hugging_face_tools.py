@@ -92,7 +92,7 @@ def test_a_size_that_is_none_is_refused(size: str) -> None:
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=f"there is no checkpoint in {tmp_path}"):
+    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}"):
         export_hf.main(["--load", str(tmp_path), "--output", str(tmp_path / "out")])
 
 

@@ -67,13 +67,13 @@ def test_every_prefix_is_checked_and_one_bad_prefix_fails_the_check(folder: Path
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (["wrong", *TOKENIZER], 65, "wrong contains 1 ids outside of its vocabulary"),
+        (["wrong", *TOKENIZER], 65, "wrong contains 1 ids outside the vocabulary"),
         (
             ["good_text_document", *(word.replace("demo", "other/demo") for word in TOKENIZER)],
             65,
             "good_text_document was made with another tokenizer",
         ),
-        (["good_text_document", "--show", "1"], 64, "--show 1 needs the tokenizer"),
+        (["good_text_document", "--show", "1"], 64, "--show 1 requires --tokenizer-type"),
         ([], 64, "--prefixes is required"),
     ],
 )

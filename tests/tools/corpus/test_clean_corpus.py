@@ -114,7 +114,7 @@ def test_flags_that_contradict_each_other(tmp_path: Path) -> None:
     done = run(tmp_path, "--input", "none.jsonl", "--output", "out.jsonl", *words)
     assert done.returncode == 64
     for sentence in (
-        "--min-tokens 128 needs the tokenizer",
+        "--min-tokens 128 requires --tokenizer-type",
         "--min-words 9 is more than --max-words 8",
         "--keep-curly-quotes only affects --fix-text",
     ):

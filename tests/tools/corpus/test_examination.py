@@ -35,7 +35,7 @@ def sidecar(dataset: IndexedDataset) -> Sidecar:
 
 @pytest.mark.parametrize("piece", [1, 2, 1 << 20])
 def test_counts_lengths_and_duplicates(prefix: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "_PIECE_TOKENS", piece)
+    monkeypatch.setattr(check_module, "_CHUNK_TOKENS", piece)
     found = examine(prefix)
     assert (found.documents, found.sequences, found.tokens) == (7, 7, 112)
     assert (found.empty, found.shortest, found.median, found.longest) == (2, 0, 3.0, 100)

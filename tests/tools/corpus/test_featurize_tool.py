@@ -103,12 +103,12 @@ def test_a_dataset_of_the_library(folder: Path, report: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--input a --data-prefix b --output-path o", "given: --input and --data-prefix"),
-        ("--output-path o --tokenizer-model t", "must be given; given: none"),
+        ("--input a --data-prefix b --output-path o", "got --input and --data-prefix"),
+        ("--output-path o --tokenizer-model t", "got none"),
         ("--input a --output-path o", "--tokenizer-model (or --vocab-file and --merge-file) is required"),
-        ("--data-prefix a --output-path o --runner beam", "--data-prefix a is already tokenized: Beam (--runner beam)"),
-        ("--data-prefix a --output-path o --no-overlap --stride 128", "window of 254, but --stride 128 was given"),
-        ("--data-prefix a --output-path o --overlap --stride 254", "below the 254 tokens of a window; it is 254"),
+        ("--data-prefix a --output-path o --runner beam", "--data-prefix a cannot be combined with --runner beam"),
+        ("--data-prefix a --output-path o --no-overlap --stride 128", "--no-overlap requires --stride 254"),
+        ("--data-prefix a --output-path o --overlap --stride 254", "below the 254 tokens of a window, not 254"),
         (
             "--data-prefix a --output-path o --num-special-token-reserved 3",
             "--num-special-token-reserved 3 is unknown",

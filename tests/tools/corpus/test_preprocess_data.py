@@ -132,7 +132,7 @@ def test_flags_of_other_forks_are_accepted_with_a_warning(tmp_path: Path) -> Non
     done = run([sys.executable, TOOL, *words.split()], tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     for name in ("--seq-length", "--vocab-size", "--trust-remote-code", "--keep-newlines"):
-        assert f"warning: {name} has no effect here and is ignored.".encode() in done.stderr
+        assert f"warning: {name} has no effect and is ignored.".encode() in done.stderr
     assert b"BertWordPieceLowerCase without --split-sentences: BERT trains on sentences" in done.stderr
     assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [5, 6]
 
@@ -183,10 +183,10 @@ def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerCho
         (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is unknown"),
         (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "unknown --tokenizer-type Parrot"),
         (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is not a language"),
-        (["--input", "in.jsonl", "--json-keys", "a", "a"], "names a key twice"),
+        (["--input", "in.jsonl", "--json-keys", "a", "a"], "contains a key twice"),
         (
             ["--input", "in.jsonl", "--json-keys", "a", "b", "--document-separator", "x"],
-            "plain text, which has no keys",
+            "plain text without keys",
         ),
         (["--input", "in.jsonl", "--shard", "3/2"], "--shard 3/2 is not a share"),
         (["--input", "*.json"], "--input *.json matches no file"),

@@ -109,7 +109,7 @@ def test_sentences_are_the_same_with_both_tools(folder: Path) -> None:
     [
         (["--input", "in.jsonl", "--seed", "5"], "--seed 5 has no effect without --shuffle"),
         (["--input", "in.jsonl", "--torch-backend", "tcp"], "--torch-backend tcp is unknown"),
-        (["--input", "in.jsonl", "--columns", "a", "a"], "names a key twice"),
+        (["--input", "in.jsonl", "--columns", "a", "a"], "contains a key twice"),
     ],
 )
 def test_wrong_flags_are_one_sentence_errors(folder: Path, words: list[str], text: str) -> None:

@@ -45,7 +45,7 @@ def test_a_schedule_is_drawn_and_what_is_written_is_read(tmp_path: Path, capsys:
 
 
 def test_a_drawing_needs_a_schedule() -> None:
-    with pytest.raises(ConfigError, match="--draw x.svg needs --pipeline-schedule"):
+    with pytest.raises(ConfigError, match="--draw x.svg requires --pipeline-schedule"):
         plan.main(["--draw", "x.svg"])
 
 

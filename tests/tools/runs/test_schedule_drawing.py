@@ -11,7 +11,7 @@ import pytest
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.parallel.schedule.actions import Schedule
 from megatron.parallel.schedule.building import build_schedule
-from tools.runs.schedule_drawing import spans_of, svg, text_lines, title_of
+from tools.runs.schedule_drawing import svg, text_lines, timeline_of, title_of
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 
@@ -25,7 +25,7 @@ def test_every_computation_is_a_box_at_its_time(name: str) -> None:
     schedule = small(name)
     tree = ElementTree.fromstring(svg(schedule))
     boxes = [element for element in tree.iter(f"{NAMESPACE}rect") if element.get("class") == "box"]
-    spans = spans_of(schedule)
+    spans = timeline_of(schedule)
     assert len(boxes) == len(spans)
     rows: dict[float, list[tuple[float, float]]] = {}
     for box in boxes:
@@ -71,7 +71,7 @@ def test_lines_of_a_wide_terminal_have_micro_batches() -> None:
 def test_lines_of_a_narrow_terminal_have_letters() -> None:
     lines = text_lines(small("v-1f1b"), 60)
     assert lines[1].startswith("rank 0 FFFF.fbbf")
-    assert lines[-1].endswith(". idle; small letters: a rank's second chunk, and every other")
+    assert lines[-1].endswith(". idle; lower case: every second chunk of a rank")
     cut = text_lines(small("v-1f1b"), 20)
     assert all(len(line) <= 20 for line in cut[1:4])
     assert cut[-1].startswith("The terminal shows 13 of ") and "--draw FILE.svg draws all" in cut[-1]

@@ -38,7 +38,7 @@ def test_a_turn_that_fails_is_followed_by_another(
     with pytest.raises(KeyboardInterrupt):
         sync_run.main([str(run), "--to", "host:there", "--every-seconds", "60"])
     printed = capfd.readouterr()
-    assert pauses == [60, 60] and "The next round tries again." in printed.err
+    assert pauses == [60, 60] and "Retrying in the next round." in printed.err
     assert printed.out == "host:there: sent 0 checkpoints and 1 other files, 2 bytes\n"
     assert (ssh.home / "there" / "run" / "config.json").read_text() == "{}"
 

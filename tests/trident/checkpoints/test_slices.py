@@ -44,7 +44,7 @@ def test_the_newest_checkpoint_is_opened(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, make_state(), step)
     assert OpenCheckpoint.newest(tmp_path).manifest.step == 12
     assert OpenCheckpoint.newest(tmp_path / "iter_0000004").record.progress.step == 4
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*nowhere"):
         OpenCheckpoint.newest(tmp_path / "nowhere")
 
 

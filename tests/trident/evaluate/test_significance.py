@@ -143,7 +143,7 @@ def test_the_tool_shows_a_table_and_writes_json(tmp_path: Path, capsys: pytest.C
 
 
 def test_two_results_are_needed() -> None:
-    with pytest.raises(ConfigError, match="--results takes two files, 1 given"):
+    with pytest.raises(ConfigError, match="--results expects two files, got 1"):
         compare_evaluations.main(["a.json"])
 
 

@@ -120,7 +120,7 @@ def export_model(request: ExportRequest) -> Path:
         check_same_ids(temporary, tokenizer, is_bare=adds_special_tokens(request.tokenizer))
         ids = special_ids(temporary, tokenizer)
         check_padding(family, ids)
-        write_json(temporary / "config.json", {**config, **_common_fields(ids, TORCH_TYPES[widest])})
+        write_json(temporary / "config.json", {**config, **_generation_fields(ids, TORCH_TYPES[widest])})
         if not model.bidirectional:
             keep_special_ids(temporary, ids, tokenizer)
         log.info(f"exporting {request.checkpoint} as {family.model_type}: {len(planned)} tensors")
@@ -186,7 +186,7 @@ def _check_tokenizer(request: ExportRequest, tokenizer: Tokenizer) -> None:
         )
 
 
-def _common_fields(ids: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
+def _generation_fields(ids: Mapping[str, int], dtype: torch.dtype) -> dict[str, Any]:
     """Fields of `config.json` that do not describe the network; both names of the dtype, for older readers."""
     # Missing tokens are null: the defaults of a family may be outside the vocabulary.
     none = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -104,7 +104,7 @@ class Cleaner:
 
     Args:
         evaluation: what must not occur, if it is read already.
-        counts: instead of cleaning, tell how often which run of the evaluation texts occurs in a block.
+        counts: only count the occurrences of each evaluation run in a block, instead of cleaning.
 
     Raises:
         ConfigError: a library is missing, or a value is one that it cannot work with.

@@ -245,7 +245,7 @@ def cutting_for_text(encoding: EncodeOptions, options: WindowOptions) -> Cutting
     if stay and options.num_special_token_reserved:
         log.warning(
             f"the tokenizer {tokenizer.name} adds the ids {' and '.join(map(str, stay))} around every document, "
-            "besides those of the windows. With --num-special-token-reserved 0 windows have none."
+            "besides the ids of the windows. With --num-special-token-reserved 0 windows have none."
         )
     return cutting
 

@@ -146,7 +146,7 @@ def _parse_text(
 
 
 def separator_pattern(separator: str) -> re.Pattern[bytes]:
-    """Returns the pattern of a document separator, whose line ends may also be those of Windows."""
+    """Returns the pattern of a document separator, whose line ends also match Windows line ends."""
     # The caller handles a carriage return before a leading line feed: a pattern that begins with a literal is fast.
     line_feed_inside = rb"(?!\A)(?<!\r)\\\n"  # escaped; literal after an explicit carriage return
     return re.compile(re.sub(line_feed_inside, rb"\\r?\\n", re.escape(separator.encode())))

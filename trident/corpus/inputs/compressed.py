@@ -23,7 +23,7 @@ _FEED_BYTES = 1 << 10
 
 
 def is_compressed(path: str) -> bool:
-    """Returns True if a file's suffix is that of a compressed file."""
+    """Returns True if a file has the suffix of a compressed file."""
     return _suffix(path) in _OPENERS
 
 

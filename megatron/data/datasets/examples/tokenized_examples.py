@@ -129,7 +129,7 @@ class TokenizedExamples:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash over the records and their encoding, by which a resumed run identifies them."""
+        """Hash over the records and their encoding, which identifies them in a resumed run."""
         # It covers less than `key`: the tokenizer is compared with the checkpoint's.
         return description_sha256(self._description)
 

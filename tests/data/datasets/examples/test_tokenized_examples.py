@@ -115,7 +115,7 @@ def test_places_of_several_files(write, tokenizer, tmp_path):
 def test_bad_records_are_refused_with_file_and_line(write, tokenizer, tmp_path):
     with pytest.raises(DataError, match=r"chat.jsonl:3: its answer is empty. .*Correct or remove the record"):
         opened(write([*PAIRS[:2], {"prompt": "q", "answer": ""}]), tokenizer, tmp_path)
-    with pytest.raises(DataError, match=r"chat.jsonl:1: the chat template dsgpt2 refuses .*no system messages"):
+    with pytest.raises(DataError, match=r"chat.jsonl:1: the chat template dsgpt2 rejects .*no system messages"):
         system = {"system": "s", **PAIRS[0]}
         template = load_chat_template("dsgpt2", None)
         template.check_tokenizer = lambda tokenizer: None

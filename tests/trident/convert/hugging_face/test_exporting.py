@@ -142,8 +142,8 @@ def test_a_padding_token_that_is_none_is_noticed(
     def planted(*given: Any) -> dict[str, Any]:
         return {**surroundings(*given), "pad_token_id": END}
 
-    surroundings = exporting._common_fields
-    monkeypatch.setattr(exporting, "_common_fields", planted)
+    surroundings = exporting._generation_fields
+    monkeypatch.setattr(exporting, "_generation_fields", planted)
     with pytest.raises(
         ConversionError, match=f"gradient of the embedding of token {END} differs .*Nothing was written"
     ):

@@ -49,7 +49,7 @@ def test_a_file_of_another_format_is_recognized(tmp_path: Path, name: str, data:
         for each in blocks([str(path)], 1 << 20):
             parsed = parse_block(each, ["text"], False)
             BadLines(are_skipped=False).take(parsed.bad, 1, each.source, each.start, 0)
-    assert "call the file" not in str(failure.value) and "Fix the line" not in str(failure.value)
+    assert "rename the file" not in str(failure.value) and "Fix the line" not in str(failure.value)
 
 
 def test_only_short_data_are_copied() -> None:

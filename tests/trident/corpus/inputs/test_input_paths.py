@@ -127,14 +127,6 @@ def test_plain_text_is_split_alike_for_any_block_size(tmp_path: Path, separator:
         assert sum(block.input_bytes for block in found) == path.stat().st_size
 
 
-def test_separators_across_reads_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trident.corpus.inputs.input_blocks._READ_BYTES", 3)
-    (tmp_path / "in.txt").write_text("one<sep>two<sep><sep>three")
-    found = list(blocks([str(tmp_path / "in.txt")], 1, "<sep>"))
-    parsed = [parse_block(block, ["text"], False, "<sep>").texts[0] for block in found]
-    assert [text for texts in parsed for text in texts] == ["one", "two", "", "three"] and len(found) > 2
-
-
 def test_what_is_plain_text_and_what_is_not() -> None:
     assert read_separator(r"\n---\r\n\t") == "\n---\r\n\t"
     assert [layout_of(path, "\n") for path in ("a.TXT", "a.txt.gz", "-", "a.jsonl", "a.parquet")] == [

@@ -7,22 +7,37 @@ import json
 import pytest
 
 from megatron.errors import DataError
-from tests.trident.corpus.inputs.bad_lines import BAD, GOOD
 from trident.corpus.inputs.lines import BadLine, BadLines, parse_lines
+
+GOOD = b'{"text": "good"}'
+
+BAD = [
+    (b'{"text": "a" "b"}', 13, "not JSON: Expecting ',' delimiter"),
+    ('{"é": 1, x}'.encode(), 10, "not JSON"),
+    (b'{"text": "\xff\xfe"}', 10, "not UTF-8: byte 0xff"),
+    (b'{"other": "a"}', 0, "key 'text' (--json-keys) is missing; the line has 'other'"),
+    (b"{}", 0, "the line has no keys"),
+    (b'{"text": null}', 0, "key 'text' holds a JSON null, not a string"),
+    (b'{"text": 5}', 0, "holds a JSON number"),
+    (b'["text"]', 0, "the line holds a JSON array, not an object"),
+    (b'{"text": "a\\ud800b"}', 0, "lone surrogate U+D800"),
+    (b'{"text": ' + b"[" * 100_000 + b"}", 0, "nested too deeply"),
+    (b'{"text": "a\x00b"}', 11, "not JSON: Invalid control character"),
+]
 
 
 @pytest.mark.usefixtures("json_parser")
-@pytest.mark.parametrize(("line", "offset", "reason"), BAD)
 @pytest.mark.parametrize("keys", [("text",), ("text", "text2")])
-def test_bad_lines_are_located(line: bytes, offset: int, reason: str, keys: tuple[str, ...]) -> None:
+def test_bad_lines_are_located(keys: tuple[str, ...]) -> None:
     good = GOOD if len(keys) == 1 else b'{"text": "good", "text2": "b"}'
-    data = good + b"\n" + line + b"\n" + good + b"\n"
-    stopped = parse_lines(data, keys, is_first=True, skip_bad=False)
-    assert [bad.line for bad in stopped.bad] == [1]
-    assert stopped.bad[0].offset == len(good) + 1 + offset
-    assert reason in stopped.bad[0].reason
-    skipped = parse_lines(data, keys, is_first=True, skip_bad=True)
-    assert (skipped.texts[0], skipped.bad_count, skipped.lines) == (["good", "good"], 1, 3)
+    for line, offset, reason in BAD:
+        data = good + b"\n" + line + b"\n" + good + b"\n"
+        stopped = parse_lines(data, keys, is_first=True, skip_bad=False)
+        assert [bad.line for bad in stopped.bad] == [1]
+        assert stopped.bad[0].offset == len(good) + 1 + offset
+        assert reason in stopped.bad[0].reason
+        skipped = parse_lines(data, keys, is_first=True, skip_bad=True)
+        assert (skipped.texts[0], skipped.bad_count, skipped.lines) == (["good", "good"], 1, 3)
 
 
 @pytest.mark.usefixtures("json_parser")
@@ -68,13 +83,6 @@ def test_several_keys_stay_in_step_and_only_a_few_bad_lines_are_kept() -> None:
     assert parsed.texts == [["1", "4"], ["2", "5"]] and parsed.bad_count == 1
     many = parse_lines(b"x\n" * 1000, ["a"], is_first=True, skip_bad=True)
     assert many.bad_count == 1000 and 1 <= len(many.bad) <= 10
-
-
-def test_no_lines() -> None:
-    assert parse_lines(b"", ["text"], is_first=True, skip_bad=False).texts == [[]]
-
-
-# --- long lines -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
