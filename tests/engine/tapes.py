@@ -38,7 +38,6 @@ class Tape(TorchDispatchMode):
         self._made = made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs and records one operation."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and _is_waiting():
             return func(*args, **kwargs)  # gloo copies what has arrived, and does so again when a replay waits
@@ -76,17 +75,11 @@ class Tape(TorchDispatchMode):
                     tensor.copy_(outputs[place])
 
     def release(self) -> None:
-        """Notes that it is not needed any more."""
         self.is_released = True
 
 
 class TapeCapturer(GraphCapturer):
-    """Captures tapes.
-
-    Attributes:
-        tapes: all that were captured, in order.
-        warm_ups: how often work was done without.
-    """
+    """Captures tapes, which it lists in order."""
 
     def __init__(self) -> None:
         self.tapes: list[Tape] = []
@@ -94,16 +87,13 @@ class TapeCapturer(GraphCapturer):
         self._stopwatch, self._any_failed = None, bool
 
     def warm_up(self, work: Callable[[], Result]) -> Result:
-        """Does the work."""
         self.warm_ups += 1
         return work()
 
     def new_memory(self) -> Memory:
-        """What tapes that belong together have allocated."""
         return {}
 
     def new_tape(self, memory: Memory) -> Tape:
-        """What records the next capture."""
         return Tape(memory)
 
     def _captured(self, work: Callable[[], Result], pool: Memory) -> tuple[CapturedWork, Result]:
@@ -119,14 +109,11 @@ REFUSED = "CUDA error: operation not permitted when stream is capturing"
 
 
 class _FailingTape(Tape):
-    """A tape that refuses an operation: the n-th after its beginning."""
-
     def __init__(self, made: Memory, operation: int) -> None:
         super().__init__(made)
         self._left = operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs and records one operation, or refuses it."""
         self._left -= 1
         if self._left < 0:
             raise RuntimeError(f"{REFUSED}\nCompile with TORCH_USE_CUDA_DSA")
@@ -146,11 +133,9 @@ class FailingCapturer(TapeCapturer):
         self._failing, self._operation = capture, operation
 
     def agree_on(self, mesh: ParallelMesh) -> None:
-        """Has the ranks that share messages give up together."""
         self._any_failed = any_failed_on(mesh)
 
     def new_tape(self, memory: Memory) -> Tape:
-        """What records the next capture, or fails to."""
         if len(self.tapes) == self._failing and self._operation is not None:
             return _FailingTape(memory, self._operation)
         return super().new_tape(memory)

@@ -68,36 +68,26 @@ LAYOUT_REFUSALS = {
 
 
 def refusal(flags: str, world_size: int, device_type: str = "cuda", *, by_hooks: bool = False) -> str:
-    """The reason for these flags on GPUs; empty if there is none."""
     machine = Machine(device_type=device_type, world_size=world_size, supports_fp16=True, supports_bf16=True)
     tokenizer = TokenizerFacts(vocab_size=150, eod_id=0, fingerprint="none")
     words = layout_flags(RECIPE, (1, 1, 1), 1, flags.split())
     return graph_refusal(resolve(parse(words), machine, tokenizer), device_type, by_hooks=by_hooks) or ""
 
 
-@pytest.mark.parametrize("flags", REFUSALS)
-def test_what_stands_in_the_way(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flags", [*REFUSALS, *LAYOUT_REFUSALS])
+def test_reasons_against_graphs(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: True)
-    reason = refusal(flags, 1)
-    assert reason.startswith(REFUSALS[flags]) and bool(reason) == bool(REFUSALS[flags])
+    expected, reason = (REFUSALS | LAYOUT_REFUSALS)[flags], refusal(flags, 1 if flags in REFUSALS else 2)
+    assert reason.startswith(expected) and bool(reason) == bool(expected)
 
 
-@pytest.mark.parametrize("flags", LAYOUT_REFUSALS)
-def test_what_stands_in_the_way_between_ranks(flags: str) -> None:
-    reason = refusal(flags, 2)
-    assert reason.startswith(LAYOUT_REFUSALS[flags]) and bool(reason) == bool(LAYOUT_REFUSALS[flags])
-
-
-def test_windows_without_variable_length_attention_stand_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: False)
-    reason = refusal("--attention-window 4 --kv-channels 8 --bf16", 1)
-    assert reason.startswith("only torch's variable-length attention supports windows") and "torch 2.10" in reason
-
-
-def test_the_device_and_hooks_stand_in_the_way() -> None:
+def test_torch_the_device_and_hooks_may_be_reasons_against_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("", 1, "cpu") == "there is no GPU"
     assert "bf16.immediate_grad_update of --deepspeed_config" in refusal("--bf16", 1, by_hooks=True)
     assert "a reduce_bucket_size in --deepspeed_config of at least" in refusal("--zero-stage 2", 1, by_hooks=True)
+    monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: False)
+    reason = refusal("--attention-window 4 --kv-channels 8 --bf16", 1)
+    assert reason.startswith("only torch's variable-length attention supports windows") and "torch 2.10" in reason
 
 
 class Course(NamedTuple):
@@ -173,7 +163,6 @@ def course(zero_stage: int, flags: list[str], capturer: GraphCapturer | None = N
 
 
 def _half(batch: Batch) -> Batch:
-    """The first half of each of its samples."""
     half = batch.tokens.shape[1] // 2
     parts = (np.ascontiguousarray(each[:, :half]) for each in (batch.tokens, batch.labels, batch.loss_mask))
     return dataclasses.replace(batch, **dict(zip(("tokens", "labels", "loss_mask"), parts, strict=True)))
@@ -234,27 +223,22 @@ def test_a_capture_that_fails_leaves_the_run_without_graphs(
 
 
 class Line(nn.Module):
-    """Two parameters, the second of which only the first input meets."""
-
     def __init__(self) -> None:
         super().__init__()
         self.slope = nn.Parameter(torch.tensor([2.0, 3.0]))
         self.shift = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A loss, and its value as the only sum."""
         loss = (batch.inputs[0].sum(dim=0) * self.slope).sum() + (self.shift.square() if batch.targets else 0)
         return loss, loss.detach().double().reshape(1)
 
 
 def numbers(rows: int, value: float, *, shifted: bool = True) -> DeviceBatch:
-    """A batch of equal inputs."""
     targets = (torch.ones(1),) if shifted else ()
     return DeviceBatch((torch.full((rows, 2), value),), (), (rows, 2), 0, targets, ())
 
 
 def graphs_of(line: Line) -> tuple[MicroBatchGraphs, TapeCapturer]:
-    """Its graphs, and what they are captured with."""
     capturer = TapeCapturer()
     return MicroBatchGraphs(line.parameters(), line.forward, capturer), capturer
 
@@ -340,7 +324,6 @@ class _Measuring(GraphCapturer):
         self.growth: list[int] = []
 
     def capture(self, work: Callable[[], Result], memory: Any) -> tuple[CapturedWork, Result]:
-        """Captures."""
         torch.cuda.empty_cache()  # as a capture does first
         before = torch.cuda.memory_reserved()
         captured = super().capture(work, memory)
@@ -374,8 +357,3 @@ def test_graphs_on_a_gpu() -> None:
     for eager, graphed, (first, second) in run_ranks(measured_courses, 1, recipe, backend="nccl")[0]:
         assert graphed == pytest.approx(eager, rel=1e-4)  # attention adds up gradients in any order there
         assert first > 3 * second  # half the length
-
-
-def test_what_measures_graphs_on_a_gpu_runs_on_a_cpu() -> None:
-    for eager, graphed, growth in run_ranks(measured_courses, 1, dataclasses.replace(RECIPE, micro_batch_size=1))[0]:
-        assert graphed == eager and growth == [0, 0]

@@ -26,16 +26,6 @@ def moved(
     return DeviceBatch.of(BATCH, objective, settings, SCALES.device, scales, **wanted)
 
 
-def test_one_process_uses_everything() -> None:
-    batch = moved(LanguageModelObjective(Axis.single("tp"), 100, 2), StepSettings())
-    assert torch.equal(batch.network_input, torch.from_numpy(TOKENS))
-    assert [tuple(tensor.shape) for tensor in batch.passed] == [(2,)]
-    assert batch.target_names == ("labels", "loss_mask", "source_ids")
-    assert batch.targets[0] is SCALES
-    assert torch.equal(batch.targets[1], torch.from_numpy(TOKENS + 1))
-    assert batch.context(StepSettings(seed=3), 1.0).first_sample == 5
-
-
 def test_ranks_of_a_pipeline_take_what_they_use() -> None:
     objective, settings = LanguageModelObjective(Axis.single("tp"), 100), StepSettings(mask=MaskKind.DOCUMENTS)
     first = moved(objective, settings, None)
@@ -56,8 +46,3 @@ def test_samples_that_cannot_be_divided_are_padded() -> None:
     last = dataclasses.replace(split, ulysses=dataclasses.replace(split.ulysses, rank=2))
     batch = moved(LanguageModelObjective(Axis.single("tp"), 100), dataclasses.replace(settings, split=last))
     assert [part.tolist() for part in (*batch.inputs, *batch.targets[1:3])] == [[[0, 0], [0, 0]]] * 3
-
-
-def test_several_inputs_are_passed_as_a_tuple() -> None:
-    batch = DeviceBatch((torch.ones(1), torch.zeros(1)), (), (1, 1), 0, (), ())
-    assert batch.network_input == batch.inputs

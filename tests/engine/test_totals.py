@@ -52,17 +52,6 @@ def test_micro_batches_add_up() -> None:
     assert (outcome.sample_count, outcome.skipped, outcome.loss_scale) == (8, False, 2.0)
 
 
-def test_without_a_counted_token_there_is_no_loss() -> None:
-    outcome = step(StepTotals(SIZES, torch.device("cpu")))
-    assert (outcome.loss, outcome.token_count) == (None, 0)
-
-
-def test_labels_may_count_less_than_one_token_together() -> None:
-    totals = StepTotals({}, torch.device("cpu"))
-    totals.add(result(0.5, 0.25), {})
-    assert step(totals).loss == 2.0
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_nan_loss_stays_nan(value: float) -> None:
     totals = StepTotals({}, torch.device("cpu"))

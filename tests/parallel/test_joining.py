@@ -9,7 +9,6 @@ import os
 import resource
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -18,44 +17,9 @@ from megatron.errors import HangError, LaunchError
 from megatron.parallel import joining, messages, processes
 from megatron.parallel.joining import JoinMonitor, close_mesh, open_mesh
 from megatron.parallel.launchers import Ranks
-from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.processes import ProcessIdentity
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import LAUNCH_VARIABLES, run_ranks
-
-
-def _describe(rank: int, tp: int, pp: int) -> dict[str, Any]:
-    mesh = open_mesh(Layout(tp, pp))
-    total = messages.all_reduce_sum(torch.tensor([float(rank)]), mesh.dp)
-    words = messages.all_gather_json({"rank": rank, "pad": "x" * rank}, mesh.tp)
-    told = messages.broadcast_json({"from": rank}, mesh.world, source=mesh.world.size - 1)
-    largest = messages.all_reduce_max(torch.tensor([rank]), mesh.world)
-    copied = messages.broadcast(torch.tensor([rank]), mesh.pp, source=mesh.pp.size - 1)
-    timeouts = {axis.group._get_backend(torch.device("cpu")).options._timeout for axis in (mesh.world, *mesh.axes)}
-    return {
-        "place": (mesh.pp.rank, mesh.dp.rank, mesh.tp.rank),
-        "sizes": (mesh.pp.size, mesh.dp.size, mesh.tp.size),
-        "dp_sum": total.item(),
-        "tp_ranks": [word["rank"] for word in words],
-        "told": told,
-        "largest": largest.item(),
-        "copied": copied.item(),
-        "timeouts": timeouts,
-    }
-
-
-def test_four_ranks_in_deepspeed_order() -> None:
-    results = run_ranks(_describe, 4, 2, 2)
-    for rank, result in enumerate(results):
-        pp, dp, tp = result["place"]
-        assert result["sizes"] == (2, 1, 2)
-        assert rank == (pp * 1 + dp) * 2 + tp
-        assert result["tp_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert result["told"] == {"from": 3}
-        assert result["largest"] == 3
-        assert result["copied"] == 2 + rank % 2
-        assert result["dp_sum"] == rank
-        assert result["timeouts"] == {timedelta(minutes=2)}
 
 
 def _meet_again(rank: int) -> list[float]:
@@ -89,11 +53,6 @@ def _alone(rank: int) -> tuple[int, int]:
 
 def test_plain_python_opens_a_mesh_of_one_without_a_rendezvous() -> None:
     assert run_ranks(_alone, 1) == [(1, 1)]
-
-
-def test_closing_a_mesh_without_process_groups_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining.dist, "destroy_process_group", _no_rendezvous)
-    close_mesh(ParallelMesh.single())
 
 
 def test_an_unknown_host_in_a_node_list_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +14,7 @@ from megatron.device import Stopwatch
 from megatron.errors import LaunchError
 from megatron.parallel import messages
 from megatron.parallel.mesh import Axis, AxisSize, ExpertSplit, ParallelMesh, build_mesh, check_layout, standard_axes
-from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.ranks import run_ranks
 
 MINUTE = timedelta(minutes=1)
 
@@ -42,20 +41,6 @@ def test_ranks_are_numbered_in_deepspeed_order(rank: int) -> None:
     assert (mesh.pp.rank * 2 + mesh.dp.rank) * 2 + mesh.tp.rank == rank
     assert [axis.name for axis in mesh.axes] == ["pp", "dp", "cp", "sp", "tp"]
     assert [axis.name for axis in mesh.axes_of("stage", "tensor")] == ["pp", "tp"]
-
-
-def test_neighbors_on_every_axis() -> None:
-    mesh = ParallelMesh.at(standard_axes(8, tp=2, pp=2), 5)
-    assert (mesh.tp.ranks, mesh.dp.ranks, mesh.pp.ranks) == ((4, 5), (5, 7), (1, 5))
-    assert (mesh.tp.rank, mesh.dp.rank, mesh.pp.rank) == (1, 0, 1)
-    inner = ParallelMesh.at(standard_axes(32, tp=2, pp=2, cp=2), 0)
-    assert [(axis.name, axis.ranks) for axis in inner.axes] == [
-        ("pp", (0, 16)),
-        ("dp", (0, 4, 8, 12)),
-        ("cp", (0, 2)),
-        ("sp", (0,)),
-        ("tp", (0, 1)),
-    ]
 
 
 def test_derived_groups_span_the_axes_of_their_roles() -> None:
@@ -124,11 +109,6 @@ def test_reports_say_where_a_rank_is() -> None:
     assert ParallelMesh.single().place == ""
 
 
-def test_single_mesh_needs_no_process_group() -> None:
-    mesh = ParallelMesh.single()
-    assert all(axis.ranks == (0,) and axis.group is None for axis in _all_groups(mesh))
-
-
 @pytest.mark.parametrize("rank", [0, 2730, 4095])
 def test_a_rank_creates_only_the_groups_it_is_in(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real, asked = dist.new_group, []
@@ -184,24 +164,6 @@ def _uneven(rank: int) -> list[tuple[str, list[float]]]:
 
 def test_groups_work_and_carry_their_timeout_whatever_was_created_before() -> None:
     assert ("loss", [0, 1]) in run_ranks(_uneven, 6)[0]
-
-
-def _late(rank: int) -> float:
-    timeout = timedelta(seconds=4.5)
-    dist.init_process_group("gloo", timeout=MINUTE)
-    mesh = build_mesh(standard_axes(4, tp=2), "cpu", 0, timeout)
-    if rank == 3:
-        time.sleep(30)
-    messages.all_reduce_sum(torch.zeros(1), mesh.tp)
-    if rank < 2:
-        time.sleep(30)
-    return 0.0
-
-
-@pytest.mark.full
-def test_a_group_with_an_absent_rank_times_out() -> None:
-    with pytest.raises(RankFailure, match="rank 2 failed first(.|\n)*([Tt]imed out waiting 4500ms|Connect timeout)"):
-        run_ranks(_late, 4)
 
 
 def test_a_stopwatch_times_the_axes_but_not_what_steers_the_run() -> None:

@@ -73,24 +73,6 @@ def test_weights_do_not_depend_on_the_split() -> None:
     assert torch.equal(_draw(_spec((50,), {0: (1, 5)})), _draw(_spec((50,)))[10:20])
 
 
-def test_a_flat_range_holds_the_values_at_its_position() -> None:
-    """What a rank draws that holds only part of a tensor, as under ZeRO-3."""
-    for spec in (_spec((7, 5)), _spec((4, 3, 6), {1: (0, 3)}), _spec((9,)), _spec((6, 4), {0: (1, 2)}, padded=16)):
-        whole = _draw(spec).flatten()
-        for first, last in ((0, 4), (3, 11), (5, whole.numel()), (whole.numel() - 1, whole.numel() + 5)):
-            part = _draw(spec, first=first, last=last)
-            known = whole[first:last]
-            assert torch.equal(part[: known.numel()], known)
-            assert not part[known.numel() :].any()
-
-
-def test_multi_dimensional_weights_equal_the_merged_matrix() -> None:
-    matrix = _draw(_spec((4 * 3 * 8, 10)))
-    assert torch.equal(_draw(_spec((4, 3, 8, 10))).view(96, 10), matrix)
-    middle = _draw(_spec((2, 6, 10), {1: (1, 2)}))  # both halves of a gated unit, each split
-    assert torch.equal(middle, _draw(_spec((12, 10))).view(2, 6, 10)[:, 3:])
-
-
 @pytest.mark.parametrize("distribution", [Distribution.UNIFORM, Distribution.TRUNCATED_NORMAL])
 def test_other_distributions(distribution: Distribution) -> None:
     def draw(spec: ShardSpec, **part: int) -> torch.Tensor:
@@ -140,12 +122,6 @@ def test_weights_are_normal_and_independent() -> None:
     other = _draw(_spec((2000, 501)), name="v").double() / 0.5
     assert abs((values * other).mean()) < 4 / count**0.5
     assert 4.5 < values.abs().max() < 6.67
-
-
-def test_weights_reach_half_precision() -> None:
-    spec = _spec((8, 8))
-    single = draw_weights_(torch.empty(64), spec, 1, "w")
-    assert torch.equal(draw_weights_(torch.empty(64, dtype=torch.bfloat16), spec, 1, "w"), single.bfloat16())
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.5, 0.01])

@@ -308,9 +308,3 @@ def test_messages_and_the_build_of_collectives_are_where_they_are_replaced(monke
         with replaced_backend(lambda own: SimpleNamespace(**{**vars(own), "get_rank": lambda group=None: 7})):
             assert backend is None or deepspeed.comm.get_rank() == 7
         assert deepspeed.comm.comm.cdb is backend
-
-
-def test_tensors_are_taken_out_of_any_nesting() -> None:
-    first, second = torch.zeros(1), torch.ones(2)
-    nested = {0: [first, None], 1: ({"a": second}, 3.0), 2: None}
-    assert [tensor.numel() for tensor in tensors_in(nested)] == [1, 2]

@@ -8,12 +8,7 @@ import pytest
 import torch
 
 from megatron.engine.gradients.clipping import Clipping
-from megatron.kernels.choice import Implementation
-from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
-from tests.engine.engine_runs import RECIPE
-from tests.helpers.ranks import run_ranks
-from tests.parity.layouts import layout_config
 
 MESH = ParallelMesh.single()
 SIZES = ((3, 5), (70_001,), (7,))
@@ -57,13 +52,3 @@ def test_many_elements_keep_their_digits() -> None:
     many = torch.randn(1 << 22, generator=torch.Generator().manual_seed(1)) + 3.0
     exact = float(torch.dot(many.double(), many.double()).sqrt())
     assert float(clipping(1.0).norm([many])) == pytest.approx(exact, rel=1e-12)
-
-
-def norm_over_stages(rank: int) -> float:
-    """The norm of one element of 3 on the first stage, and of 4 on the second."""
-    mesh = open_mesh(layout_config(RECIPE, (1, 2, 1), 0, []).parallel)
-    return float(Clipping(1.0, mesh.model, mesh.device, Implementation.TORCH).norm([torch.tensor([3.0 + rank])]))
-
-
-def test_stages_measure_together() -> None:
-    assert run_ranks(norm_over_stages, 2) == [5.0, 5.0]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.gradients import gradient_sum
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_owner import GradientOwner
@@ -17,7 +16,7 @@ from megatron.engine.gradients.loss_scale import LossScale, ScaleRule
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.kernels.optimizer import build_adamw
-from megatron.parallel.mesh import Axis, ParallelMesh
+from megatron.parallel.mesh import ParallelMesh
 from tests.engine.engine_runs import step_figures
 
 MESH = ParallelMesh.single()
@@ -55,24 +54,6 @@ def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]
     assert owner.update(optimizer, gate, norm, [[copy]], loss_scale)
     assert loss_scale is None or float(loss_scale.value) == scale
     return float(norm), optimizer.param_groups[0]["params"][0].detach(), copy
-
-
-def test_partial_gradients_are_summed_in_one_message_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[list[float]] = []
-
-    def summed(values: torch.Tensor, axis: Axis) -> torch.Tensor:
-        sent.append(values.tolist())
-        return values.mul_(axis.size)
-
-    monkeypatch.setattr(gradient_sum, "all_reduce_sum", summed)
-    owner, _, (first, second) = owned(0.0)
-    owner.sum_over_ranks([(Axis("tp", 0, 2, (0, 1)), [second, first])], ())
-    for _ in range(2):
-        (first.sum() - second.sum()).backward()
-        owner.accumulate()
-    owner.reduce()
-    assert sent == [[-2.0, -2.0, 2.0, 2.0, 2.0]]
-    assert [part.tolist() for part in owner.reduced_gradients()] == [[4.0, 4.0, 4.0, -4.0, -4.0, 0.0]]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

@@ -52,21 +52,6 @@ def test_ranks_average_what_autograd_has_added_up() -> None:
     assert run_ranks(in_place, 2) == [[[1.5] * 4, [5.0] * 3, [0.0] * 2]] * 2
 
 
-def test_tied_weights_are_summed_over_their_ranks_and_no_others() -> None:
-    assert run_ranks(tied, 2) == [[3.0, 1.5]] * 2
-
-
-def tied(rank: int) -> list[float]:
-    """A gradient that ranks sum, and one that they do not."""
-    mesh = open_mesh(Layout(pipeline_model_parallel_size=2))
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    held = GradientsInPlace(parameters, lambda _: True, Averaging(mesh.gradient, torch.float32))
-    for parameter in parameters:
-        parameter.grad = torch.tensor([rank + 1.0])
-    held.reduce([(parameters[0], mesh.embedding)])
-    return [float(parameters[0].grad), 1.5 if float(parameters[1].grad) == rank + 1 else 0.0]
-
-
 @pytest.mark.parametrize("network_on", ["cpu", "meta"])
 def test_a_tied_weight_is_summed_after_the_average_where_the_network_is(
     network_on: str, monkeypatch: pytest.MonkeyPatch
@@ -91,14 +76,3 @@ def test_a_tied_weight_is_summed_after_the_average_where_the_network_is(
     held.reduce([(weights, ends)])
     assert sent == [("gradient", "cpu", 4), ("embedding", network_on, 2)]
     assert held.parts[0].tolist() == [3.0, 3.0]
-
-
-def test_products_add_to_gradients_that_are_there() -> None:
-    parameter = nn.Parameter(torch.zeros(2, 2))
-    held = GradientsInPlace([parameter], lambda each: True, Averaging(Axis.single("gradient"), torch.float32))
-    add = held.product_adder(torch.float32)
-    assert add is not None and not add(parameter, torch.ones(2, 3), torch.ones(3, 2)) and parameter.grad is None
-    parameter.grad = torch.ones(2, 2)
-    assert add(parameter, torch.ones(2, 3), torch.ones(3, 2)) and parameter.grad.tolist() == [[4.0, 4.0]] * 2
-    held.before_add = list
-    assert held.product_adder(torch.float32) is None and held.product_adder(torch.bfloat16) is None

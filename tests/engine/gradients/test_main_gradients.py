@@ -82,15 +82,6 @@ def test_micro_batches_add_up_in_float32(dtype: torch.dtype) -> None:
         own.main.clear()
 
 
-def test_chunks_may_come_one_after_the_other() -> None:
-    own, expected = made((True,) * 5), []
-    for number, parameter in enumerate(own.parameters):
-        parameter.grad = torch.full_like(parameter, number + 1.0)
-        own.main.add([parameter])
-        expected.append(torch.full(parameter.shape, number + 1.0))
-    assert all(torch.equal(*pair) for pair in zip(own.sums, expected, strict=True))
-
-
 def test_a_parameter_without_a_gradient_has_contributed_nothing() -> None:
     own = made((True,) * 5)
     give(own, 1, missing=2)
@@ -130,39 +121,6 @@ def test_adjacent_counted_parts_are_joined(counted: tuple[bool, ...], sizes: lis
     assert [part.numel() for part in own.main.counted] == sizes
     expected = [view.flatten() for view, is_counted in zip(own.sums, counted, strict=True) if is_counted]
     assert sum(sizes) == 0 or torch.equal(torch.cat(list(own.main.counted)), torch.cat(expected))
-
-
-@pytest.mark.parametrize("counted", [(True,) * 5, (True, False, True, True, False), (False, True, False, False, True)])
-def test_ranks_count_every_element_once_and_no_padding(counted: tuple[bool, ...]) -> None:
-    whole = made(counted)
-    give(whole, 1)
-    expected = torch.cat(list(whole.main.counted))
-    found = []
-    for rank in range(2):
-        half = made(counted, rank=rank, ranks=2)
-        give(half, 1)
-        found.append([part.clone() for part in half.main.counted])
-        assert [len(part) for part in half.main.parts] == [14, 5]
-    assert sum(len(part) for parts in found for part in parts) == len(expected)
-    assert torch.equal(torch.cat([part for parts in found for part in parts]).sort().values, expected.sort().values)
-
-
-def test_products_add_to_what_they_or_gradients_have_written() -> None:
-    own = made((True,) * 5, torch.float32)
-    add = own.main.product_adder(torch.float32)
-    matrix, vector = own.parameters[0], own.parameters[1]
-    assert add is not None
-    for first in (1.0, 10.0):  # the second step begins a new sum
-        assert add(matrix, torch.full((3, 2), first), torch.ones(2, 4))
-        vector.grad = torch.full_like(vector, first)
-        own.main.add(own.parameters)
-        assert own.sums[0].eq(2 * first).all() and own.sums[1].eq(first).all()
-        matrix.grad = torch.ones_like(matrix)
-        own.main.add(own.parameters)
-        assert add(matrix, torch.ones(3, 1), torch.ones(1, 4))
-        own.main.reduce()
-        assert own.sums[0].eq(2 * first + 2).all() and not own.sums[3].any()
-        own.main.clear()
 
 
 def test_no_products_are_added_where_gradients_are_watched_or_the_device_cannot() -> None:

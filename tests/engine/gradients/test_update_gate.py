@@ -191,16 +191,6 @@ def test_verdicts_of_the_device_come_in_order_when_they_are_asked_for() -> None:
     assert gate.in_bad_streak and gate.to_json() == {"bad_in_a_row": [2.0]}
 
 
-def test_the_host_decides_before_the_update() -> None:
-    gate = UpdateGate(ParallelMesh.single(), spike_deviations=None, allows_overflow=False)
-    optimizer, weight = weighted()
-    for loss, may in ((2.0, True), (math.nan, False)):
-        before = weight.detach().clone()
-        values = step_figures(loss, 1.0)
-        gate.begin(lambda values=values: values)
-        assert gate.update(partial(update, optimizer)) is may is not torch.equal(weight, before)
-
-
 def filled(count: int) -> RecentSteps:
     """Losses that alternate between 1 and 3 (mean 2), norms ten times as large."""
     recent = RecentSteps()
@@ -299,12 +289,6 @@ def test_a_step_without_a_counted_token_is_dropped_and_says_nothing_of_the_other
     step(0.0, 5.0, 0.0)  # routers have losses of their own
     assert (gate.verdict.consecutive_bad, gate.in_bad_streak, float(weight.detach())) == (0, True, LEAST_STEPS)
     assert step(2.05) is UpdateDecision.APPLIED and not gate.in_bad_streak
-
-
-def test_an_overflow_in_fp16_drops_a_step_that_is_not_a_bad_one() -> None:
-    gate, step, weight = gated(None, allows_overflow=True)
-    assert step(math.inf, math.nan) is UpdateDecision.OVERFLOW
-    assert (gate.verdict.is_overflow, gate.verdict.consecutive_bad, float(weight.detach())) == (True, 0, 0.0)
 
 
 def test_an_overflow_after_a_spike_is_no_bad_step_and_does_not_end_the_row() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import parse_flags
-from megatron.config.sections.optimizers import OptimizerFields
 from megatron.engine.memory.closed_form import Amounts, Partitioning, predicted_bytes
 
 # 100 elements in two groups; on 4 ranks a rank updates 20 + 5 of them
@@ -34,25 +32,6 @@ def test_the_closed_form_gives_these_bytes(how: Partitioning, expected: Amounts)
     assert predicted_bytes(GROUPS, how) == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "of_blocks", "expected"),
-    [
-        ((), True, 8),
-        (("--optimizer", "lion"), True, 4),
-        (("--optimizer", "muon"), True, 4),
-        (("--optimizer", "schedule-free"), True, 8),
-        (("--optimizer", "muon", "--ema-decay", "0.9"), False, 12),
-        (("--optimizer", "sgd", "--sgd-momentum", "0"), True, 0),
-    ],
-)
-def test_what_each_optimizer_keeps(words: tuple[str, ...], of_blocks: bool, expected: int) -> None:
-    assert parse_flags(OptimizerFields, words).state_bytes(of_blocks=of_blocks) == expected
-
-
 def test_groups_may_be_kept_differently() -> None:
     assert predicted_bytes(GROUPS, Partitioning(1, 4), states=[4, 8]) == Amounts(400, 400, 4 * 20 + 8 * 5, 920)
     assert predicted_bytes(GROUPS, Partitioning(0, 4), states=[4, 0]).optimizer == 320
-
-
-def test_the_total_counts_the_host_as_well() -> None:
-    assert Amounts(parameters=8, gradients=4, optimizer=2, on_device=12).total == 14

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.engine.memory.closed_form import Amounts
 from tests.helpers.ranks import run_ranks
 from tools.runs.zero_stages import MeasuredCell, TableRun, cells_of, measure_cells
 
@@ -35,8 +34,3 @@ def test_every_amount_is_as_predicted_on_both_ranks(tables: list[list[MeasuredCe
     ]
     assert not wrong
     assert all(row.measured.total > 100_000 for rows in tables for row in rows)
-
-
-def test_without_an_accelerator_everything_is_in_one_memory(tables: list[list[MeasuredCell]]) -> None:
-    first: Amounts = tables[0][-1].measured
-    assert first.on_device == first.total

@@ -49,23 +49,6 @@ def test_the_sequences_are_those_of_the_paper() -> None:
         assert optimizer.state[weights[0]]["weight"] == total
 
 
-def test_it_finds_the_least_of_a_noisy_bowl_where_a_constant_rate_does_not() -> None:
-    """The mean settles; AdamW with the same constant rate keeps moving."""
-    torch.manual_seed(0)
-    weight, other = (nn.Parameter(torch.zeros(50)) for _ in range(2))
-    least = torch.linspace(-1, 1, 50)
-    ours = ScheduleFree([{"params": [weight], "weight_decay": 0.0, "eps": EPSILON}], 0.05, (0.9, 0.99))
-    theirs = torch.optim.AdamW([other], 0.05, (0.9, 0.99), weight_decay=0.0)
-    means = IterateMeans(ours, [weight])
-    for _ in range(600):
-        noise = torch.randn(50)
-        weight.grad, other.grad = weight.detach() - least + noise, other.detach() - least + noise
-        ours.step()
-        theirs.step()
-    distance = (means.of(weight, 0, 50) - least).norm()
-    assert distance < 0.5 * (other - least).norm()
-
-
 def test_a_parameter_without_a_gradient_stays() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = optimizer_of(weight)

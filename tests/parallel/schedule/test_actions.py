@@ -4,33 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from megatron.parallel.schedule.actions import Action, Kind, Placement, without_backward_before
+from megatron.parallel.schedule.actions import Action, Kind, without_backward_before
 from megatron.parallel.schedule.building import build_schedule
-
-
-def test_kinds_are_computations_or_messages() -> None:
-    assert [kind.name for kind in Kind if not kind.is_message] == [
-        "FORWARD",
-        "BACKWARD",
-        "INPUT_BACKWARD",
-        "WEIGHT_BACKWARD",
-    ]
-    assert [kind for kind in Kind if not kind.is_of_backward] == [
-        Kind.FORWARD,
-        Kind.SEND_FORWARD,
-        Kind.RECEIVE_FORWARD,
-    ]
-
-
-def test_a_loop_deals_chunks_out_in_turn() -> None:
-    placement = Placement.loop(3, 2)
-    assert [placement.owner(chunk) for chunk in range(placement.chunks)] == [0, 1, 2, 0, 1, 2]
-    assert (placement.ranks, placement.chunks_of(1)) == (3, (1, 4))
-
-
-def test_a_v_turns_round_at_the_last_rank() -> None:
-    placement = Placement.v_shape(3)
-    assert [placement.chunks_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
 
 
 def test_without_gradients_the_order_stays() -> None:

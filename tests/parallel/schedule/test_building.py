@@ -105,30 +105,6 @@ def test_the_bubble_is_as_small_as_it_should_be(name: str) -> None:
     assert round(100 * build_schedule(name, 4, chunks, 8).bubble_ratio) == BUBBLES[name]
 
 
-def test_a_plain_pipeline_idles_for_its_ranks_less_one() -> None:
-    for ranks in (1, 2, 5):
-        for micro_batches in (1, 4, 9):
-            bubble = build_schedule("1f1b", ranks, 1, micro_batches).bubble_ratio
-            assert bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
-
-
-def test_one_order_holds_the_warm_up_of_interleaved_schedules() -> None:
-    for rank, program in enumerate(build_schedule("interleaved", 4, 3, 8).actions):
-        kinds = [action.kind for action in program if not action.kind.is_message]
-        assert kinds.index(Kind.BACKWARD) == 2 * (4 - rank - 1) + 2 * 4 + 1
-
-
-def test_chunks_of_one_rank_need_no_messages() -> None:
-    schedule = build_schedule("zbv", 3, 2, 5)
-    assert (schedule.placement.owners, schedule.placement.chunks_of(2)) == ((0, 1, 2, 2, 1, 0), (2, 3))
-    turned = [action for action in schedule.actions[2] if action.kind.is_message and action.chunk in (2, 3)]
-    assert {(action.chunk, action.kind.value) for action in turned} == {(2, "RF"), (2, "SB"), (3, "SF"), (3, "RB")}
-
-
-def test_a_schedule_is_built_once() -> None:
-    assert build_schedule("1f1b", 2, 1, 3) is build_schedule("1f1b", 2, 1, 3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -17,9 +17,6 @@ from megatron.parallel.schedule.building import build_schedule
 from megatron.parallel.schedule.division import BY_COST, EVENLY, Division
 from megatron.parallel.schedule.simulation import simulate
 
-STAGES = range(1, 17)
-LAYERS = (*range(1, 33), 47, 96, 105)
-PAIRS = [(layers, stages) for layers in LAYERS for stages in STAGES if layers >= stages]
 BLOCK = 1000
 
 
@@ -30,15 +27,6 @@ def counts_of(layers: int, placement: Placement, head: float = 0.0, division: Di
         head: what the head costs, in blocks.
     """
     return division.counts([BLOCK] * layers, (0, round(BLOCK * head)), placement)
-
-
-def test_without_a_head_stages_differ_by_one_block_and_the_last_never_has_more() -> None:
-    for layers, stages in PAIRS:
-        counts = counts_of(layers, Placement.loop(stages, 1))
-        assert (len(counts), sum(counts)) == (stages, layers), (layers, stages)
-        assert max(counts) - min(counts) <= 1, (layers, stages)
-        assert counts[-1] == min(counts) >= 1, (layers, stages)
-        assert counts[0] <= max(counts[1:-1], default=counts[0]), (layers, stages)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,13 @@ import re
 
 import pytest
 
-from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Kind, Placement
 from megatron.parallel.schedule.simulation import (
-    UNIT_COSTS,
     Computation,
     alive_after_each,
     bubble_ratio,
     peak_alive,
     simulate,
-    with_messages,
 )
 
 TWO = Placement.loop(2, 1)
@@ -37,12 +34,6 @@ def test_each_starts_when_its_rank_is_free_and_its_inputs_are_there() -> None:
     assert bubble_ratio(spans, 2) == pytest.approx(1 - 12 / 18)
 
 
-def test_other_costs_give_other_times() -> None:
-    costs = {**UNIT_COSTS, Kind.BACKWARD: 1}
-    spans = simulate([order("0F0 0B0"), order("1F0 1B0")], TWO, costs)
-    assert max(span.end for span in spans) == 4
-
-
 def test_a_chunk_that_costs_more_takes_longer() -> None:
     spans = simulate([order("0F0 0F1 0B0 0B1"), order("1F0 1B0 1F1 1B1")], TWO, chunk_costs=(1, 3))
     assert [(span.start, span.end) for span in spans if span.chunk == 1] == [(1, 4), (4, 10), (10, 13), (13, 19)]
@@ -56,33 +47,6 @@ def test_weights_wait_for_the_gradient_of_the_input_only() -> None:
     assert (starts[0, Kind.INPUT_BACKWARD], starts[0, Kind.WEIGHT_BACKWARD]) == (3, 4)
 
 
-def test_messages_enter_both_programs_when_they_are_sent() -> None:
-    programs = with_messages(simulate([order("0F0 0F1 0B0 0B1"), order("1F0 1B0 1F1 1B1")], TWO), TWO)
-    assert [str(action) for action in programs[0]] == ["0F0", "0SF0", "0F1", "0SF1", "0RB0", "0B0", "0RB1", "0B1"]
-    assert [str(action) for action in programs[1]] == ["1RF0", "1F0", "1RF1", "1B0", "1SB0", "1F1", "1B1", "1SB1"]
-    assert {action.peer for action in programs[1] if action.kind.is_message} == {0}
-
-
 def test_activations_live_until_the_gradients_of_weights() -> None:
     assert alive_after_each(order("0F0 0F1 0I0 0W0 0I1 0W1")) == [1, 2, 2, 1, 1, 0]
     assert peak_alive([order("0F0 0B0"), order("0F0 0F1 0B0 0B1")]) == (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("orders", "said"),
-    [
-        (
-            ("0B0 0F0", "1F0 1B0"),
-            "0B0 on rank 0 waits for 0F0, which comes after 0B0 on rank 0",
-        ),
-        (
-            ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
-            "0B0 on rank 0 waits for 1B0, which comes after 1F1 on rank 1; "
-            "1F1 on rank 1 waits for 0F1, which comes after 0B0 on rank 0",
-        ),
-        (("0F0 0W0 0I0", "1F0 1I0 1W0"), "0W0 on rank 0 waits for 0I0, which comes after 0W0 on rank 0"),
-    ],
-)
-def test_a_deadlock_names_its_circle(orders: tuple[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"deadlocks: {re.escape(said)}$"):
-        simulate([order(text) for text in orders], TWO)

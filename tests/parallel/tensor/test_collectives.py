@@ -6,19 +6,9 @@ import pytest
 import torch
 
 from megatron.parallel.joining import open_mesh
-from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.collectives import (
-    copy_to,
-    gather_from,
-    gather_sequence,
-    reduce_from,
-    scatter_sequence,
-    scatter_to,
-)
+from megatron.parallel.tensor.collectives import copy_to, gather_from, reduce_from, scatter_to
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
-
-EACH = (copy_to, reduce_from, gather_from, scatter_to, gather_sequence, scatter_sequence)
 
 
 def _whole(dtype: torch.dtype) -> torch.Tensor:
@@ -66,34 +56,3 @@ def test_forward_and_backward_on_two_ranks(dtype: torch.dtype) -> None:
         half = torch.arange(12.0).view(2, 3, 2)  # each rank's weights, of its half
         same("scatter", x[..., rank * 2 : rank * 2 + 2], torch.cat([half, half], dim=-1))
         same("transposed", 2 * x.transpose(0, 2), torch.arange(24.0).view(4, 3, 2).transpose(0, 2))
-
-
-def _sequences(rank: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, ...]]:
-    axis = open_mesh(Layout(2)).tp
-    results = []
-    for batch in (1, 3):
-        whole = torch.arange(batch * 32, dtype=dtype).view(batch, 4, 8) / 8
-        own = whole.chunk(2, dim=1)[rank].clone().requires_grad_()
-        gathered = gather_sequence(own, axis)
-        (gathered * whole * (rank + 1)).sum().backward()
-        partial = (whole * (rank + 1)).requires_grad_()
-        scattered = scatter_sequence(partial, axis)
-        (scattered * whole.chunk(2, dim=1)[rank]).sum().backward()
-        results.append((whole, gathered.detach(), own.grad, scattered.detach(), partial.grad))
-    return results  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sequences_are_gathered_and_summed_in_the_order_of_the_ranks(dtype: torch.dtype) -> None:
-    for rank, results in enumerate(run_ranks(_sequences, 2, dtype)):
-        for whole, gathered, of_own, scattered, of_partial in results:
-            own = whole.chunk(2, dim=1)[rank]
-            assert torch.equal(gathered, whole) and gathered.is_contiguous()
-            torch.testing.assert_close(of_own, own * 3)
-            torch.testing.assert_close(scattered, own * 3)
-            assert torch.equal(of_partial, whole)
-
-
-def test_on_an_axis_of_one_each_is_the_identity() -> None:
-    axis, x = Axis.single("tp"), torch.ones(2)
-    assert all(function(x, axis) is x for function in EACH)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, shard_spec_of
@@ -98,26 +98,6 @@ def test_split_equals_dense() -> None:
             assert torch.equal(gradient, parts[1]["gradients"][name][1]), name
 
 
-def test_specs_cover_the_table_without_its_padding() -> None:
-    axes = [Axis("tp", rank, 4, (0, 1, 2, 3)) for rank in range(4)]
-    tables = [VocabParallelEmbedding(VOCABULARY, 32, WIDTH, axis) for axis in axes]
-    specs = [shard_spec_of(table.weight) for table in tables]
-    assert [(spec.start[0], spec.stop[0]) for spec in specs] == [(0, 8), (8, 11), (11, 11), (11, 11)]
-    assert all(table.weight.shape == (8, WIDTH) for table in tables)
-    assert [spec.box_numel for spec in specs] == [8 * WIDTH, 3 * WIDTH, 0, 0]
-
-
-def test_a_fused_layer_keeps_its_named_blocks() -> None:
-    """Both halves of a gated unit are split, so a rank's rows are not consecutive in the whole matrix."""
-    axis = Axis("tp", 1, 2, (0, 1))
-    layer = ColumnParallelLinear(WIDTH, (Dimension("halves", 2), Dimension("inner", 6, axis)), axis)
-    spec = shard_spec_of(layer.weight)
-    assert (spec.shape, spec.start, spec.stop) == ((2, 6, WIDTH), (0, 3, 0), (2, 6, WIDTH))
-    assert layer.weight.shape == (6, WIDTH)
-    assert shard_spec_of(layer.bias).shape == (2, 6)
-    assert layer.bias.shape == (6,)
-
-
 def _bad_ids(rank: int) -> list[str]:
     table = VocabParallelEmbedding(VOCABULARY, PADDED, WIDTH, open_mesh(Layout(2)).tp)
     return _refusals(table)
@@ -146,23 +126,3 @@ def test_an_id_outside_the_vocabulary_is_rejected_with_and_without_splitting() -
     with pytest.raises(DataError, match=r"negative input id \(-1\)"):
         whole(torch.tensor([-1]))
     assert whole(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, WIDTH)
-
-
-@pytest.mark.parametrize(
-    ("build", "number"),
-    [
-        (lambda axis: _column(4, 7, axis), "7 outputs"),
-        (lambda axis: RowParallelLinear(5, 4, axis), "5 inputs"),
-        (lambda axis: VocabParallelEmbedding(3, 9, 4, axis), "9 rows of the padded vocabulary"),
-    ],
-)
-def test_unequal_shards_are_rejected(build, number: str) -> None:
-    with pytest.raises(ConfigError, match=f"{number}.*--tensor-model-parallel-size 2"):
-        build(Axis("tp", 0, 2, (0, 1)))
-
-
-def test_bfloat16_layers_run() -> None:
-    axis = Axis.single("tp")
-    layers = nn.Sequential(LayerNorm(WIDTH, 1e-5), _column(WIDTH, INNER, axis, bias=False)).bfloat16()
-    assert layers(torch.ones(2, WIDTH, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    assert layers[1].bias is None

@@ -80,11 +80,6 @@ def test_frozen_parameters_leave_nothing_for_later() -> None:
     assert layers[0].weight.grad is layers[1].weight.grad is None
 
 
-def test_a_closed_queue_takes_nothing() -> None:
-    with pytest.raises(RuntimeError, match="the queue of weight gradients is closed"):
-        WeightGradientQueue().add(lambda: None)
-
-
 class Sums:
     """Takes products of matrices from the second of each parameter on."""
 

@@ -6,8 +6,8 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.parallel.processes import ProcessIdentity
-from megatron.parallel.watch.position import PHASES, Heartbeat
-from megatron.parallel.watch.verdict import RankAccount, find_culprit, hang_verdict, lost_verdict
+from megatron.parallel.watch.position import Heartbeat
+from megatron.parallel.watch.verdict import RankAccount, find_culprit, hang_verdict
 
 PROCESS = ProcessIdentity("node7", "m", "n", 4711, "1", "cp 1 tp 0")
 
@@ -43,13 +43,6 @@ def test_the_rank_that_the_others_wait_for(accounts: list[RankAccount], culprit:
     assert (None if found is None else found.rank) == culprit
 
 
-def test_ranks_are_ordered_by_their_place_in_the_run() -> None:
-    heartbeats = [Heartbeat(phase, 4, 7) for phase in PHASES]
-    assert sorted(heartbeats, key=Heartbeat.progress) == heartbeats
-    assert Heartbeat("backward", 4, 7).progress() < Heartbeat("forward", 4, 8).progress()
-    assert Heartbeat("save", 4, 900).progress() < Heartbeat("data", 5, 1).progress()
-
-
 def test_a_report_names_the_rank_its_place_and_its_stack() -> None:
     accounts = [account(0, "p2p", 7, 30), account(1, "forward", 7, 31, waits=False)]
     verdict = hang_verdict(accounts[1], accounts)
@@ -72,12 +65,3 @@ def test_a_rank_that_does_not_answer_is_called_stopped() -> None:
     assert "rank 5 (process 4711 on node7, cp 1 tp 0) has not replied for 31 s: it is stopped, or" in verdict.text
     assert "rank 16:" in verdict.text and "rank 17:" not in verdict.text and "and 23 more ranks" in verdict.text
     assert "rank 5: phase data of step 7, no reply for 31 s" in verdict.stacks
-
-
-def test_a_rank_that_is_gone() -> None:
-    verdict = lost_verdict(3, PROCESS, Heartbeat("save", 6))
-    assert (verdict.code, verdict.rank) == (ExitCode.REQUEUE, 3)
-    assert (
-        "rank 3 (process 4711 on node7, cp 1 tp 0) ended without a message, while the others were in phase save of"
-        in verdict.text
-    )
