@@ -91,20 +91,13 @@ def test_torch_the_device_and_hooks_may_be_reasons_against_graphs(monkeypatch: p
 
 
 class Course(NamedTuple):
-    """What a run of the engine showed.
+    """Results of a run of the engine."""
 
-    Attributes:
-        figures: loss and gradient norm of each step, with the loss of an evaluation between the second and the third.
-        captures: how often a micro-batch was captured, and how many tapes were released.
-        refusal: why a run with these settings would not use graphs here.
-        kept_nodes: how many of the nodes that accumulate gradients are still those of the engine's construction.
-    """
-
-    figures: list[tuple[float, float]]
+    figures: list[tuple[float, float]]  # loss and gradient norm of each step, and an evaluation before the third
     captures: int
     released: int
     refusal: str | None
-    kept_nodes: int
+    kept_nodes: int  # nodes that accumulate gradients and date from the engine's construction
 
 
 LLAMA = ["--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"]

@@ -38,13 +38,7 @@ BY_DEEPSPEED = {  # ZeRO-3
 
 
 class Case(NamedTuple):
-    """A way to train.
-
-    Attributes:
-        layout: tp, pp, dp.
-        decides_on_device: whether the decision to update is taken as on a GPU.
-        adds_products: whether products add the gradients of all weights up.
-    """
+    """A way to train; `layout` is (tp, pp, dp), and with `decides_on_device` the update is decided as on a GPU."""
 
     dtype: str
     zero_stage: int
@@ -55,19 +49,12 @@ class Case(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a step of one rank ran.
+    """Counts of a step of one rank."""
 
-    Attributes:
-        after: operations after backward, hooks of the backward pass included.
-        waits: how often the host would have waited for a GPU after backward, by operation and function.
-        others: the same before and during forward and backward, and between stages.
-        walks: how often the network was searched for its modules and parameters.
-    """
-
-    after: int
-    waits: dict[str, int]
-    others: dict[str, int]
-    walks: int
+    after: int  # operations after backward, hooks of the backward pass included
+    waits: dict[str, int]  # of the host for a GPU after backward, by operation and function
+    others: dict[str, int]  # the same before and during forward and backward, and between stages
+    walks: int  # searches of the network for its modules and parameters
 
 
 DEVICE = functools.partial(Case, decides_on_device=True)
@@ -101,7 +88,6 @@ CASES = [*ONE_RANK, *TWO_RANKS, *ZERO_3]
 
 
 def name_of(case: Case) -> str:
-    """A case in a test's id."""
     sizes = [f"{axis}{size}" for axis, size in zip(("tp", "pp", "dp"), case.layout, strict=True) if size > 1]
     flags = [flag.removeprefix("--") for flag in (*case.flags[-1:], *(["device"] if case.decides_on_device else []))]
     flags += ["fused"] if case.adds_products else []
@@ -109,7 +95,6 @@ def name_of(case: Case) -> str:
 
 
 def step_counts(rank: int, cases: list[Case]) -> dict[tuple[Case, int], Counts]:
-    """The counts of the third step, for each case and depth of the network."""
     torch.set_num_threads(1)
     return {(case, layers): third_step(case, layers) for case in cases for layers in (SHALLOW, DEEP)}
 
@@ -146,7 +131,6 @@ def third_step(case: Case, layers: int) -> Counts:
 
 @pytest.fixture(scope="module")
 def counts() -> list[dict[tuple[Case, int], Counts]]:
-    """The counts of each rank."""
     (alone,) = run_ranks(step_counts, 1, [*ONE_RANK, *ZERO_3])
     return [{**alone, **rank} for rank in run_ranks(step_counts, 2, list(TWO_RANKS))]
 

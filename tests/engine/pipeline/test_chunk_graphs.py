@@ -40,20 +40,13 @@ CASES: dict[str, tuple[int, list[str], tuple[int, int]]] = {
 
 
 class Course(NamedTuple):
-    """What a run of the engine showed on one rank.
+    """Results of a run of the engine on one rank."""
 
-    Attributes:
-        figures: loss and gradient norm of each step, with the loss of an evaluation after the third.
-        sets: sets of graphs that were held after each step.
-        captures: tapes that were recorded, and how many of them were released in the end.
-        addresses: where graphs wrote in each of the last two steps.
-    """
-
-    figures: list[tuple[float, float]]
-    sets: list[int]
+    figures: list[tuple[float, float]]  # loss and gradient norm of each step, and an evaluation after the third
+    sets: list[int]  # held after each step
     captures: int
     released: int
-    addresses: list[set[int]]
+    addresses: list[set[int]]  # that graphs wrote to in each of the last two steps
 
 
 def courses(rank: int, names: list[str]) -> dict[str, tuple[Course, Course]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks
-from megatron.errors import ConfigError
 from megatron.model.interface.network import LayerSpec, parameter_names
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
@@ -22,11 +19,6 @@ NETWORK_LAYERS = 7
 def network(mesh: ParallelMesh) -> list[LayerSpec]:
     recipe = Recipe(num_layers=NETWORK_LAYERS, hidden_size=16)
     return network_layers(layout_config(recipe, (1, 1, 1), 0, []).model, mesh)
-
-
-def test_more_chunks_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="7 layers cannot fill 8 pipeline stages"):
-        Chunks.of(network(ParallelMesh.single()), Placement.loop(4, 2), 0)
 
 
 def test_the_first_trained_chunk_is_where_backward_passes_end() -> None:

@@ -65,21 +65,15 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @dataclasses.dataclass
 class Record:
-    """What a rank did in a step.
-
-    Attributes:
-        actions: computations as (kind, chunk, micro-batch), messages as (whether it sends, the other rank).
-        held: live bytes after each computation, without its output and without messages that are under way.
-        changes: how many of them each computation added.
-    """
+    """Actions of a rank in a step: (kind, chunk, micro-batch), and for messages (True if it sends, the other rank)."""
 
     actions: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)
+    # live bytes after each computation, without its output and messages that are under way, and their change
     held: list[int] = dataclasses.field(default_factory=list)
     changes: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def computations(self) -> list[tuple[Any, ...]]:
-        """The actions without messages."""
         return [action for action in self.actions if isinstance(action[0], Kind)]
 
 

@@ -121,11 +121,6 @@ def _measured(mesh: ParallelMesh) -> tuple[int, int, int]:
     return forward, sum(sent) - forward, memory.peak
 
 
-def _of_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, **bounds: Any) -> torch.Tensor:
-    """Depends on what attention depends on."""
-    return query + 0 * (key.sum() + value.sum())
-
-
 def test_messages_and_memory_of_a_million_tokens() -> None:
     layouts = [(1, 1), (4, 1), (64, 1), (1, 64), (8, 8)]
     (measured,) = run_ranks(measure_layouts, 1, layouts)
