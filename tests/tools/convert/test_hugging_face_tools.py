@@ -27,7 +27,7 @@ def section() -> list[str]:
     text = (
         (ROOT / "docs" / "hugging_face.md")
         .read_text()
-        .partition("## Bring a model, take it away")[2]
+        .partition("## Import and export")[2]
         .partition("\n## ")[0]
     )
     found: list[str] = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
