@@ -118,12 +118,7 @@ class Rows:
 def test_batches_optionally_contain_the_source_of_each_sample():
     rows = Rows([[1, 2]] * 8)
     batches = MicroBatches(
-        rows,
-        first_sample=4,
-        global_batch_size=4,
-        micro_batch_size=2,
-        stop_sample=7,
-        options=BatchOptions(sources=True),
+        rows, first_sample=4, global_batch_size=4, micro_batch_size=2, stop_sample=7, options=BatchOptions(sources=True)
     )
     assert [batch.source_ids.tolist() for batch in batches] == [[1, 2], [0, 0]]
     assert next(iter(MicroBatches(rows, first_sample=0, global_batch_size=1, micro_batch_size=1))).source_ids is None

@@ -134,10 +134,7 @@ def silent(*words: object) -> int:
     return 7
 
 
-@pytest.mark.parametrize(
-    ("start", "reason"),
-    [(refused, "can't start new thread"), (silent, "did not start running")],
-)
+@pytest.mark.parametrize(("start", "reason"), [(refused, "can't start new thread"), (silent, "did not start running")])
 def test_without_a_thread_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: object, reason: str
 ) -> None:

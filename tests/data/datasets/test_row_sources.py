@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import (
-    build_split_datasets,
-    check_sources,
-    data_fingerprint,
-    describe,
-    epoch_samples,
-)
+from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, describe, epoch_samples
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.window_names import shard_name
@@ -134,12 +128,7 @@ def test_padded_batches_and_masked_ends_combine(tmp_path: Path) -> None:
     datasets, _ = build(DataConfig(seq_length=LENGTH, valid_data_path=(path,)), (0, 3, 0))
     options = BatchOptions(eod_id=9, eod_mask_loss=True, segments=True)
     (batch,) = MicroBatches(
-        datasets.valid["valid"],
-        first_sample=2,
-        global_batch_size=2,
-        micro_batch_size=2,
-        stop_sample=3,
-        options=options,
+        datasets.valid["valid"], first_sample=2, global_batch_size=2, micro_batch_size=2, stop_sample=3, options=options
     )
     assert batch.loss_mask.tolist() == [[1, 0, 1, 0, 0, 0, 0, 0], [0] * LENGTH]
     assert batch.segment_ids is not None and batch.segment_ids[0].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]

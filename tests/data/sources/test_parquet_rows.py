@@ -14,12 +14,7 @@ from megatron.data.sources import parquet_rows
 from megatron.data.sources.parquet_rows import ParquetRows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
-from tests.data.windows_files import (
-    counting_windows,
-    padded_windows,
-    write_foreign_windows,
-    write_windows,
-)
+from tests.data.windows_files import counting_windows, padded_windows, write_foreign_windows, write_windows
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 

@@ -10,16 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs.site import published_commands
-from docs.site.published_commands import (
-    LIST,
-    Outcome,
-    check,
-    read_commands,
-    report_lines,
-    subject,
-    table_lines,
-    totals,
-)
+from docs.site.published_commands import LIST, Outcome, check, read_commands, report_lines, subject, table_lines, totals
 from megatron.config import Machine, TokenizerFacts, parse, resolve
 from megatron.errors import ConfigError, DataError
 
@@ -105,12 +96,7 @@ def test_the_command_of_upstreams_training_tests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
-    [
-        (
-            "--inference",
-            "--inference is refused: the trainer does not generate text. Use tools/generate_samples_gpt.py",
-        ),
-    ],
+    [("--inference", "--inference is refused: the trainer does not generate text. Use tools/generate_samples_gpt.py")],
 )
 def test_unsupported_flags_of_upstreams_tests_are_rejected_with_a_reason(flags: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as caught:

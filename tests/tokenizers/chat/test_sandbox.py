@@ -125,10 +125,7 @@ def test_what_only_looks_like_much_is_rendered() -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (
-            SLOW,
-            r"^the template: it takes more than 0\.105 seconds\. Use a simpler chat template, or a built-in",
-        ),
+        (SLOW, r"^the template: it takes more than 0\.105 seconds\. Use a simpler chat template, or a built-in"),
         ("{{ [1] * 10 ** 9 }}", r"^the template: it needs more than 256 MB of memory\. Use"),
         ("{{ 'a' * 999999 }}", r"^the template: it renders more than 26\d,\d{3} bytes\. Use"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "^the template: it is nested too deeply"),

@@ -58,11 +58,7 @@ def test_tokens_that_the_tokenizer_put_around_documents_are_not_doubled(tmp_path
             writer.add_document([document])
     rows = TextRows.of_documents(IndexedDataset(tmp_path / "around"), 0, 3, LENGTH, vocabulary)
     tokens, is_text, _ = rows.read(np.arange(3))
-    assert tokens.tolist() == [
-        [CLS, 7, 8, SEP] + [PAD] * 6,
-        [CLS, *range(7, 15), SEP],
-        [CLS, SEP] + [PAD] * 8,
-    ]
+    assert tokens.tolist() == [[CLS, 7, 8, SEP] + [PAD] * 6, [CLS, *range(7, 15), SEP], [CLS, SEP] + [PAD] * 8]
     assert is_text.sum(axis=1).tolist() == [2, 8, 0]
     assert "token 5 of the file" in rows.locate(1, 1)
 
