@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, describe, epoch_samples
+from megatron.data.build import build_split_datasets, check_sources, describe, epoch_samples
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.window_names import shard_name
@@ -123,24 +122,6 @@ def test_ids_beyond_the_vocabulary_name_the_row(windows: str) -> None:
         list(batches)
 
 
-def test_padded_batches_and_masked_ends_combine(tmp_path: Path) -> None:
-    path = write_windows(tmp_path / "a.parquet", padded_windows([[5, 9, 6, 9, 7]] * 3, LENGTH))
-    datasets, _ = build(DataConfig(seq_length=LENGTH, valid_data_path=(path,)), (0, 3, 0))
-    options = BatchOptions(eod_id=9, eod_mask_loss=True, segments=True)
-    (batch,) = MicroBatches(
-        datasets.valid["valid"], first_sample=2, global_batch_size=2, micro_batch_size=2, stop_sample=3, options=options
-    )
-    assert batch.loss_mask.tolist() == [[1, 0, 1, 0, 0, 0, 0, 0], [0] * LENGTH]
-    assert batch.segment_ids is not None and batch.segment_ids[0].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
-
-
-def test_the_record_of_windows_in_a_checkpoint(windows: str, tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "corpus", [5])
-    facts = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix)))
-    assert facts[windows] == {"windows": 100, "tokens_per_window": LENGTH, "sha256": facts[windows]["sha256"]}
-    assert set(facts) == {windows, prefix} and len(facts[windows]["sha256"]) == 64
-
-
 def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:
     check_sources(DataConfig(seq_length=LENGTH, data_path=(windows,)), SourceUse(LENGTH))
     with pytest.raises(ConfigError, match=r"--seq-length 16 does not match .*train\* of 8.* Use --seq-length 8"):
@@ -191,12 +172,6 @@ def test_a_group_of_rows_is_decoded_once_for_a_chunk(windows: str, monkeypatch: 
     assert len(asked) == len(set(asked)) == 4 * 7
 
 
-def test_the_order_of_rows_is_not_that_of_the_files(windows: str) -> None:
-    datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
-    rows = np.array(first_tokens(datasets.train, 100)) // LENGTH
-    assert abs(np.corrcoef(rows, np.arange(100))[0, 1]) < 0.3
-
-
 def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
     assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 80
@@ -210,10 +185,3 @@ def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Pat
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")
     with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; use --train-samples 111"):
         epoch_samples(DataRequest(data, LENGTH, 1234))
-
-
-def test_an_epoch_of_token_files_is_what_fits_into_one_pass(tmp_path: Path) -> None:
-    data = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [10] * 9),), split="1,0,0")
-    assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 11
-    with pytest.raises(ConfigError, match=r"has 90 tokens, which do not fill one sample of --seq-length 90"):
-        epoch_samples(DataRequest(data, 90, 1234))

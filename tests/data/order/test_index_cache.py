@@ -136,36 +136,6 @@ def test_jobs_that_start_together_build_once_and_a_dead_owner_holds_no_lock(tmp_
     assert (tmp_path / "builds").read_text() == "x"
 
 
-def build_until_waited_for(folder: Path) -> None:
-    def slow() -> dict[str, np.ndarray]:
-        (folder / "builds").touch()
-        while not (folder / "waited for").exists():
-            time.sleep(0.01)
-        return make()
-
-    IndexCache(folder / "cache").arrays("gpt", DESCRIPTION, slow)
-
-
-def test_waiting_for_another_job_is_logged(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_cache, "_REPORT_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(index_cache, "_POLL_SECONDS", 0.01)
-    said: list[str] = []
-
-    def note(text: str) -> None:
-        said.append(text)
-        (tmp_path / "waited for").touch()
-
-    monkeypatch.setattr(index_cache.log, "info", note)
-    context = multiprocessing.get_context("fork")
-    other = context.Process(target=build_until_waited_for, args=(tmp_path,))
-    other.start()
-    while not (tmp_path / "builds").exists():
-        time.sleep(0.01)
-    IndexCache(tmp_path / "cache").arrays("gpt", DESCRIPTION, never)
-    other.join(120)
-    assert len(said) == 1 and said[0].startswith("waiting for another process that builds an index in")
-
-
 @pytest.mark.parametrize("reason", ["no locks", "no fcntl"])
 def test_a_file_system_without_locks_only_costs_double_work(tmp_path, monkeypatch, reason):
     class NoLocks:

@@ -36,9 +36,3 @@ def test_blocks_are_packed_by_themselves(monkeypatch):
     packed = best_fit(lengths, 60)
     expected = [[40 * block + one for one in row] for block, part in enumerate(whole) for row in rows_of(part)]
     assert rows_of(packed) == expected
-
-
-def test_no_examples_give_no_rows():
-    packed = best_fit(np.array([], np.int64), 10)
-    assert packed.order.tolist() == []
-    assert packed.starts.tolist() == [0]

@@ -18,14 +18,11 @@ from megatron.data.build import (
     SplitDatasets,
     build_split_datasets,
     check_sources,
-    data_fingerprint,
-    describe,
-    token_file_prefixes,
 )
 from megatron.data.formats.sidecar import Sidecar
 from megatron.data.loader import Batch, BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
-from megatron.data.sources.pairs import TokenPairs, names_pairs
+from megatron.data.sources.pairs import TokenPairs
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
@@ -115,37 +112,11 @@ def _packed_place(members: list[int]) -> int:
     return order.tolist().index(members[0])
 
 
-def test_each_epoch_has_every_row_in_another_order(pairs: str) -> None:
-    datasets, plan = _build(pairs, (50, 0, 0))
-    assert plan.train is not None and datasets.train is not None
-    rows = plan.train.sources[0].last
-    firsts = [int(datasets.train[sample][0]) for sample in range(len(datasets.train))]
-    assert len(firsts) % rows == 0
-    epochs = [firsts[start : start + rows] for start in range(0, len(firsts), rows)]
-    assert len({tuple(epoch) for epoch in epochs}) == len(epochs) > 1
-    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(epochs[0]))}
-
-
 def test_splits_divide_pairs_not_rows(pairs: str) -> None:
     datasets, _ = _build(pairs, (5, 2, 2), split="70,20,10")
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     found = [{pair for sample in range(len(part)) for pair in _pairs_of(part[sample])} for part in parts if part]
     assert [(min(part), max(part)) for part in found] == [(0, 27), (28, 35), (36, 39)]
-
-
-def test_blends_and_weighted_ranges(pairs: str, tmp_path: Path) -> None:
-    other = write_pairs(tmp_path / "other", [(3, 3)] * 30)
-    group = f"TRAIN: 3 0:0.5 {pairs}, 1 0:1 {other}"
-    data = DataConfig(seq_length=LENGTH, train_weighted_split_paths=(group,))
-    datasets, plan = build_split_datasets(DataRequest(data, LENGTH, 1, (40, 0, 0)))
-    assert datasets.train is not None and plan.train is not None
-    sources = [datasets.train.source_of(sample) for sample in range(40)]
-    assert sources.count(0) == 30 and sources.count(1) == 10
-    for sample in range(40):
-        if sources[sample] == 0:
-            assert max(_pairs_of(datasets.train[sample])) < 20
-    lines = describe(datasets, plan)
-    assert f"{pairs} [0, " in lines[0] and "30 samples (75.00%, target 75.00%)" in lines[0] and "rows" in lines[0]
 
 
 def test_a_longer_run_continues_the_stored_order(pairs: str) -> None:
@@ -198,14 +169,6 @@ def test_a_pair_without_inputs_is_not_predicted_from_the_one_before(tmp_path: Pa
     sample = datasets.train.read(0)
     assert sample.loss_mask is not None and sample.prefix_mask is not None and not sample.prefix_mask.any()
     assert sample.loss_mask.tolist() == ([True] * 3 + [False]) * 4
-
-
-def test_what_identifies_pairs(pairs: str) -> None:
-    data = DataConfig(seq_length=LENGTH, data_path=(pairs,))
-    facts = data_fingerprint(data)[pairs]
-    assert (facts["pairs"], facts["tokens"]) == (40, sum(map(sum, LENGTHS))) and len(str(facts["sha256"])) == 64
-    assert token_file_prefixes(data) == [f"{pairs}_inputs_document", f"{pairs}_targets_document"]
-    assert names_pairs(pairs) and not names_pairs(pairs + "_inputs_document")
 
 
 def test_sources_and_objectives_that_do_not_go_together(pairs: str, tmp_path: Path) -> None:

@@ -63,18 +63,6 @@ def test_tokens_that_the_tokenizer_put_around_documents_are_not_doubled(tmp_path
     assert "token 5 of the file" in rows.locate(1, 1)
 
 
-def test_rows_are_other_ones_for_other_data_and_ranges(texts, vocabulary):
-    makes = [
-        (TextRows.of_documents, 0, 6, LENGTH),
-        (TextRows.of_documents, 0, 5, LENGTH),
-        (TextRows.of_stream, 0, 6, LENGTH),
-        (TextRows.of_stream, 0, 6, LENGTH + 1),
-    ]
-    prints = {make(texts, *rest, vocabulary).fingerprint for make, *rest in makes}
-    assert len(prints) == 4
-    assert len(TextRows.of_stream(texts, 3, 3, LENGTH, vocabulary)) == 0
-
-
 @pytest.fixture(scope="module")
 def masked(texts, vocabulary):
     options = MaskedOptions(MaskingConfig(masked_samples="stream", mask_prob=0.4))

@@ -37,16 +37,6 @@ def test_byte_level_bpe(tmp_path):
     assert vocabulary.drawable.tolist() == [5, 6, 7, 8, 9]
 
 
-def test_the_end_of_a_document_stands_in_for_other_edges(tmp_path):
-    tokenizer = bpe(tmp_path, ["a", "<mask>", "<|endoftext|>"])
-    vocabulary = MaskedVocabulary.of(tokenizer, needs_all=False)
-    assert (vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id, vocabulary.pad_id) == (2, 2, 1, 2)
-    with pytest.raises(
-        ConfigError, match=r"GPT2BPETokenizer has no cls token \(\[CLS\] or <s>\), sep token .*pad token"
-    ):
-        MaskedVocabulary.of(tokenizer, needs_all=True)
-
-
 def test_a_vocabulary_without_a_mask_token(tmp_path):
     tokenizer = bpe(tmp_path, ["a", "<|endoftext|>"])
     with pytest.raises(ConfigError, match=r"no mask token \(\[MASK\] or <mask>\).*--model-type wordpiece"):
