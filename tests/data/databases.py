@@ -1,7 +1,5 @@
 """Document stores for tests, written by hand in both databases: with holes, duplicates and without `meta_info`."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Datasets of given rows, and the micro batches of datasets."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

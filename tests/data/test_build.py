@@ -1,7 +1,5 @@
 """Datasets from flags: splits, blends, the plan, and extended runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -22,14 +20,10 @@ def test_a_split_gives_three_disjoint_ranges(tmp_path):
     datasets, plan = build(config(prefix, split="80,10,10"), (50, 5, 5))
     seen = [{token for row in rows_of(part) for token in row} for part in (datasets.train, datasets.valid["valid"])]
     assert max(seen[0]) < 800 <= min(seen[1]) and max(seen[1]) < 900
-    assert [(group.sources[0].first, group.sources[0].last) for group in (plan.train, *plan.valid, *plan.test)] == [
-        (0, 80),
-        (80, 90),
-        (90, 100),
-    ]
-    assert describe(datasets, plan)[0].startswith(
-        f"train: {prefix} [0, 80): 50 samples (100.00%, target 100.00%), 0.50 epochs of 800"
-    )
+    sources = [group.sources[0] for group in (plan.train, *plan.valid, *plan.test)]
+    assert [(source.first, source.last) for source in sources] == [(0, 80), (80, 90), (90, 100)]
+    line = f"train: {prefix} [0, 80): 50 samples (100.00%, target 100.00%), 0.50 epochs of 800"
+    assert describe(datasets, plan)[0].startswith(line)
 
 
 def test_evaluation_without_sequences_or_samples_is_absent(corpus):
@@ -125,10 +119,8 @@ def test_sources_without_weights_are_mixed_by_their_tokens(tmp_path, capsys):
     assert "x has no tokens in its range [1, 1) and is skipped." in capsys.readouterr().err
     separate = build(DataConfig(seq_length=8, train_data_path=(long, single)), samples=(7, 0, 0))[1]
     assert [member.weight for member in separate.train.phases[0].members] == [6 / 7, 1 / 7]
-    assert (
-        len(datasets.train) == 12
-        and build(config(long, short, single, split="1,1,0"), plan=plan)[1].train == plan.train
-    )
+    assert len(datasets.train) == 12
+    assert build(config(long, short, single, split="1,1,0"), plan=plan)[1].train == plan.train
 
 
 def test_weighted_groups_have_names_and_ranges(tmp_path):

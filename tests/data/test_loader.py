@@ -1,7 +1,5 @@
 """Batches: the same samples for every layout, masks, segments, and errors of the reading thread."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

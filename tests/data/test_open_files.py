@@ -1,7 +1,5 @@
 """The limit of open files is raised as far as allowed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

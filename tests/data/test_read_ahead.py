@@ -1,7 +1,5 @@
 """The thread that reads ahead: order, failures of any kind, and a thread that cannot be started."""
 
-from __future__ import annotations
-
 import _thread
 import ctypes
 import threading

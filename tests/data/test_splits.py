@@ -1,7 +1,5 @@
 """Ranges of `--split`: upstream's way of rounding."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies
 

@@ -3,8 +3,6 @@
 `tests/docs/test_guides.py` runs the pages of docs/, with --all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Documents name existing files and flags, begin with a summary, and have tables that follow from the code."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

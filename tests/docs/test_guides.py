@@ -1,7 +1,5 @@
 """The commands of the pages of docs/, run in order on small data; with --all only. The others parse them."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Pages name every key, flag and field of what they describe."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/pipelines.md has simulated tables, commands that run, and a schedule file as its example."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers compared by what they do: two forms of one are the same, and a changed entry is named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tokenizers described by a tokenizer.json: from a file, a folder or the hub."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Tokenizers of a library: round trips, and ids around every row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

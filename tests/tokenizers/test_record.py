@@ -1,7 +1,5 @@
 """Which tokenizer made ids: records and the check of a run's tokenizer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

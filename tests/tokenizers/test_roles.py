@@ -1,7 +1,5 @@
 """The special tokens of masked samples, of every family of tokenizers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

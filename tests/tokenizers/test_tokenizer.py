@@ -1,7 +1,5 @@
 """Tokenizers: equal to the reference library on hard text, and clear about what is wrong with their files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

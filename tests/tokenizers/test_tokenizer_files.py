@@ -1,7 +1,5 @@
 """Tokenizer files that cannot be read."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """BERT's WordPiece: the ids of BERT's own rules, and upstream's two tokens after the vocabulary."""
 
-from __future__ import annotations
-
 import unicodedata
 from pathlib import Path
 

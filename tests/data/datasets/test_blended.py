@@ -1,7 +1,5 @@
 """Blends of datasets, and phases of blends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

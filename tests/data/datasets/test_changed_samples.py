@@ -1,7 +1,5 @@
 """Random prefixes of samples and documents: where they may end, what they depend on, and which labels count."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Answers that are replaced by their prompts: which, how many, and that the rest stays as it was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

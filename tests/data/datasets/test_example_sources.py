@@ -1,7 +1,5 @@
 """Examples as sources of a run: splits, blends, epochs, resumes, caches, and flags that need them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,13 +8,14 @@ import pytest
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, check_sources, epoch_samples
 from megatron.data.datasets.examples.example_options import ExampleOptions
-from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus
 from tests.data.databases import new_database, numbered
+from tests.data.samples import batches_of_ranks
 from tests.helpers.vocabulary import write_vocabulary
 
 LENGTH = 31
@@ -68,15 +67,10 @@ def test_batches_carry_segments_and_masks_whatever_the_ranks(tmp_path: Path, tok
 
     def read(dp_size: int) -> dict[int, tuple[list[int], list[float], list[int]]]:
         found = {}
-        for rank in range(dp_size):
-            batches = MicroBatches(
-                datasets.train, first_sample=0, global_batch_size=8, micro_batch_size=2, dp_rank=rank,
-                dp_size=dp_size, options=options,
-            )  # fmt: skip
-            for batch in batches:
-                for place, number in enumerate(batch.sample_ids.tolist()):
-                    rows = (batch.tokens, batch.loss_mask, batch.segment_ids)
-                    found[number] = tuple(row[place].tolist() for row in rows)
+        for batch in batches_of_ranks(datasets.train, dp_size, 8, 2, options=options):
+            fields = (batch.tokens, batch.loss_mask, batch.segment_ids)
+            for index, number in enumerate(batch.sample_ids.tolist()):
+                found[number] = tuple(field[index].tolist() for field in fields)
         return found
 
     assert read(1) == read(2) == read(4)

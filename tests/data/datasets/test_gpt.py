@@ -1,7 +1,5 @@
 """Samples of a token file: the golden order, and where each token is stored."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

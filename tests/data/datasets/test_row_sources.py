@@ -1,7 +1,5 @@
 """Parquet windows among the sources of a run: split, blend, plan, and what the checkpoint keeps of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import ClassVar
@@ -13,12 +11,13 @@ from megatron.data.build import build_split_datasets, check_sources, describe, e
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.window_names import shard_name
-from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
+from tests.data.samples import micro_batches
 from tests.data.windows_files import counting_windows, padded_windows, write_windows
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
@@ -100,9 +99,7 @@ def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
     kinds = [first >= 1000 for first in first_tokens(datasets.train, 40)]
     assert sum(kinds) == 10 and [source.is_rows for source in plan.train.sources] == [True, False]
     options = BatchOptions(eod_id=0, vocab_size=2000)
-    for batch in MicroBatches(
-        datasets.train, first_sample=0, global_batch_size=40, micro_batch_size=8, options=options
-    ):
+    for batch in micro_batches(datasets.train, 40, 8, options=options):
         for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
             real = int((tokens >= 1000).sum())
             assert mask.tolist() == ([1.0] * (real - 1) + [0.0] * (LENGTH - real + 1) if real else [1.0] * LENGTH)
@@ -111,15 +108,8 @@ def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_name_the_row(windows: str) -> None:
     datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
-    batches = MicroBatches(
-        datasets.train,
-        first_sample=0,
-        global_batch_size=100,
-        micro_batch_size=100,
-        options=BatchOptions(vocab_size=799),
-    )
     with pytest.raises(DataError, match=r"train-00003-of-00004: position 7 of row 24 has id 799, but the vocabulary"):
-        list(batches)
+        list(micro_batches(datasets.train, 100, 100, options=BatchOptions(vocab_size=799)))
 
 
 def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:

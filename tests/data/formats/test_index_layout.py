@@ -1,7 +1,5 @@
 """The bytes of an index for sequences that come in any order and in any pieces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Reading token files: the golden tokens, both layouts, and every kind of damage refused and located."""
 
-from __future__ import annotations
-
 import os
 import struct
 

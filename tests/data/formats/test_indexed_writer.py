@@ -1,7 +1,5 @@
 """Writing token files: the golden bytes, chunked tables, and nothing left behind by a failure."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from pathlib import Path

@@ -2,8 +2,6 @@
 one-sentence error.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The order of samples: golden vectors of Megatron's own functions, for the compiled builder and for NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies

@@ -1,7 +1,5 @@
 """Greedy packing against a plain loop, and its edges."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Packing by best fit: every example once, no row too long, few rows, and the order of the examples kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

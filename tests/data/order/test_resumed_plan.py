@@ -1,7 +1,5 @@
 """A blend that changes at a resume: what was consumed stays consumed, of every source."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

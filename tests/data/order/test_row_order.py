@@ -1,7 +1,5 @@
 """The order of the rows of a source: a permutation of blocks and of the rows in a chunk."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The samples of sentences: golden values of Megatron's own function, for the compiled builder and for Python."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies

@@ -4,8 +4,6 @@ The fields and what holds of them are those of upstream's `test_decoder_packed_m
 `test_finetune_t0_non_causal_decoder_get_batch_pipe`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path
@@ -20,7 +18,7 @@ from megatron.data.build import (
     check_sources,
 )
 from megatron.data.formats.sidecar import Sidecar
-from megatron.data.loader import Batch, BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
 from megatron.data.sources.pairs import TokenPairs
 from megatron.data.sources.source import DataRequest, SourceUse
@@ -28,6 +26,7 @@ from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
+from tests.data.samples import micro_batches
 from tests.data.sidecars import write_sidecar
 from tests.data.token_pairs import TARGET, token_ids, write_pairs
 
@@ -42,21 +41,9 @@ def pairs(tmp_path: Path) -> str:
     return write_pairs(tmp_path / "tasks", LENGTHS)
 
 
-def _build(
-    prefix: str,
-    samples: tuple[int, int, int] = (20, 0, 0),
-    plan: DataPlan | None = None,
-    seed: int = 1234,
-    **flags: object,
-) -> tuple[SplitDatasets, DataPlan]:
+def _build(prefix, samples=(20, 0, 0), plan=None, seed=1234, **flags) -> tuple[SplitDatasets, DataPlan]:
     data = DataConfig(seq_length=LENGTH, data_path=(prefix,), **{"split": "1,0,0", **flags})
     return build_split_datasets(DataRequest(data, LENGTH, seed, samples, plan))
-
-
-def _batches(datasets: SplitDatasets, count: int) -> list[Batch]:
-    assert datasets.train is not None
-    settings = {"first_sample": 0, "global_batch_size": count, "micro_batch_size": 2, "options": OPTIONS}
-    return list(MicroBatches(datasets.train, **settings))
 
 
 def _pairs_of(tokens: np.ndarray) -> list[int]:
@@ -70,7 +57,7 @@ def test_a_row_holds_whole_pairs_and_its_masks_say_which(pairs: str) -> None:
     seen: list[int] = []
     assert plan.train is not None
     epoch = plan.train.sources[0].last
-    for batch in _batches(datasets, epoch - epoch % 2):
+    for batch in micro_batches(datasets.train, epoch - epoch % 2, 2, options=OPTIONS):
         assert batch.tokens.dtype == batch.segment_ids.dtype == np.int64
         assert batch.prefix_mask.dtype == np.bool_ and batch.loss_mask.dtype == np.float32
         for row in range(2):

@@ -1,7 +1,5 @@
 """Parquet windows as rows of training: which labels count, in which files, and everything that is wrong with them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Documents are fetched by number from one index space, the same from every database."""
 
-from __future__ import annotations
-
 import multiprocessing
 
 import pytest

@@ -1,7 +1,5 @@
 """Documents of a store as rows of training: encoded when they are read, the same from any database."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The drawings in docs/pictures are what the program draws, and say what the code does."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

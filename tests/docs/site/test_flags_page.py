@@ -1,7 +1,5 @@
 """The pages of flags have every flag with its values, default, status and what a resume does with it."""
 
-from __future__ import annotations
-
 import html
 import re
 from pathlib import Path

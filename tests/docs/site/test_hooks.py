@@ -1,7 +1,5 @@
 """The site is built without a warning, its links lead somewhere, it needs nothing from elsewhere, and search works."""
 
-from __future__ import annotations
-
 import os
 import posixpath
 import re

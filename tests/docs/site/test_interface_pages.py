@@ -1,7 +1,5 @@
 """The pages of interfaces name modules that exist."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from docs.site.interface_pages import missing_modules

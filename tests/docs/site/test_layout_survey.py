@@ -1,7 +1,5 @@
 """The survey of layouts finds every rule that refuses a combination, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 from docs.site.layout_survey import survey

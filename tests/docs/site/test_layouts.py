@@ -1,7 +1,5 @@
 """docs/layouts.md: each row is refused with its message, and every other combination is accepted."""
 
-from __future__ import annotations
-
 import ast
 import random
 from pathlib import Path

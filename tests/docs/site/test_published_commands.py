@@ -1,7 +1,5 @@
 """Command lines that users already have: they parse, or are refused for stated reasons."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Templates that got through the limits once."""
 
-from __future__ import annotations
-
 
 def doubled(seed: str, step: str, count: int, sink: str) -> str:
     """A value that each of some steps makes larger, and what is done with the last."""

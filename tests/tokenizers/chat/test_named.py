@@ -1,7 +1,5 @@
 """The templates by name: their text to the letter, and the tokens they need."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.errors import DataError

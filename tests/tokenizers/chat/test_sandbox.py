@@ -1,7 +1,5 @@
 """Templates that try to read, to hang or to fill the memory, and those that only look like it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """Conversations as ids: which are answers, prompts that are beginnings of examples, and messages that forge nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.errors import ConfigError, DataError

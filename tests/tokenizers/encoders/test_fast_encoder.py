@@ -1,7 +1,5 @@
 """The fast encoder: the same ids as the reference, or it is not used; its cache is bounded."""
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 import sys

@@ -1,7 +1,5 @@
 """SentencePiece models: the ids of the `sentencepiece` package with every encoder, and upstream's special ids."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of examples: padded or packed, what counts as a label, what is cut, and every example in exactly one row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Examples as cached ids: those of the template, made once, found to be bad at the start, noticed when changed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """How many tokens of a sample are hidden at most, and how sentences are cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.config import MaskingConfig

@@ -1,7 +1,5 @@
 """Masked samples from the data flags: splits by documents, blends, passes, resumed orders, and wrong data."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -10,12 +8,13 @@ import pytest
 from megatron.config import DataConfig, MaskingConfig
 from megatron.data.build import build_split_datasets, check_sources, epoch_samples
 from megatron.data.datasets.masked.masked_options import MaskedOptions
-from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from tests.data.datasets.masked.corpora import VOCABULARY, write_sentences, write_texts
+from tests.data.samples import batches_of_ranks
 
 LENGTH, SEED = 32, 1234
 KINDS = ("sentences", "documents", "stream")
@@ -98,22 +97,7 @@ def test_ranks_share_a_batch_without_overlap(prefixes, word_tokenizer, kind):
     )
 
     def rows(ranks):
-        batches = [
-            list(
-                MicroBatches(
-                    datasets.train,
-                    first_sample=8,
-                    global_batch_size=8,
-                    micro_batch_size=2,
-                    dp_rank=rank,
-                    dp_size=ranks,
-                    stop_sample=14,
-                    options=settings,
-                )
-            )
-            for rank in range(ranks)
-        ]
-        return [batch for step in zip(*batches, strict=True) for batch in step]
+        return batches_of_ranks(datasets.train, ranks, 8, 2, first=8, stop_sample=14, options=settings)
 
     for one, two in zip(rows(1), rows(2), strict=True):
         for name in ("sample_ids", "tokens", "labels", "loss_mask", "segment_ids", "token_types", "predicted"):

@@ -1,7 +1,5 @@
 """Hidden phrases: whole words, no more than asked for, never a separator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies

@@ -1,7 +1,5 @@
 """Sentence pairs: every sample as a plain implementation of upstream's description makes it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

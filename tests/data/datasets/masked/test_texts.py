@@ -1,7 +1,5 @@
 """Documents and streams as rows, and rows with hidden tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What masking asks of tokenizers: all roles for sentence pairs, a mask token for the rest, and what begins a word."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
