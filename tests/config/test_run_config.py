@@ -41,11 +41,6 @@ def test_a_resolved_run_round_trips_through_json() -> None:
     assert dataclasses.replace(again, notices=config.notices) == config
 
 
-def test_every_value_by_its_name() -> None:
-    flat = resolved().flat()
-    assert (flat["hidden_size"], flat["seq_length"], flat["world_size"], flat["seed"]) == (64, 32, 1, 1234)
-
-
 def test_a_damaged_record_names_what_it_lacks() -> None:
     saved: dict[str, Any] = resolved().to_json()
     del saved["model"]["num_layers"]
@@ -115,8 +110,3 @@ def test_rules_between_sections_hold_for_every_run_config() -> None:
     model = ModelRequest(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
     with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
         dataclasses.replace(config, model=model)
-
-
-def test_other_names_of_optimizers() -> None:
-    """As other trainers write them: AdamW by its own name, and Megatron-LM's Muon over its data-parallel ranks."""
-    assert [small(f"--optimizer {name}").optim.optimizer for name in ("adamw", "dist_muon")] == ["adam", "muon"]

@@ -61,13 +61,3 @@ def test_a_field_with_effect_is_not_unused() -> None:
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rotary_base=9.0))
     with pytest.raises(ConfigError, match="--rotary-base is 9.0, but the checkpoint was saved with 10000.0"):
         check_resume(config.to_json(), other)
-
-
-def test_scaled_frequencies_need_rotary_positions() -> None:
-    with pytest.raises(ConfigError, match="--rope-scaling-type llama3 requires --position-embedding-type rope"):
-        small("--use-rope-scaling")
-
-
-def test_a_context_that_is_shorter_than_the_samples_is_announced() -> None:
-    config = resolved("--position-embedding-type rope --max-position-embeddings 8")
-    assert any("is more than --max-position-embeddings 8, the context" in notice for notice in config.notices)

@@ -8,14 +8,9 @@ import pytest
 
 from megatron.config.rules.layout import (
     divisors,
-    heads_problems,
     layout_problems,
     nearest_layouts,
-    stages_problems,
-    widths_problems,
 )
-from megatron.errors import ConfigError
-from tests.config.command_lines import small
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 13, 36, 360, 4096])
@@ -67,20 +62,3 @@ def test_a_layout_that_does_not_fill_the_world(world: int, tp: int, pp: int, wor
 def test_proposed_layouts_leave_room_for_the_ranks_of_a_sequence(world: int, words: str) -> None:
     (problem,) = layout_problems(world, 4, 1, sequence_size=2)
     assert re.search(words, problem), problem
-
-
-def test_heads_and_layers() -> None:
-    (problem,) = heads_problems(12, 8)
-    assert "use one of 1, 2, 3, 4, 6, 12 ranks, or 16 heads" in problem and "--num-attention-heads 12" in problem
-    (problem,) = stages_problems(4, 5)
-    assert "4 layers cannot fill 5 pipeline stages (--num-layers 4" in problem and "at most 4 stages" in problem
-    (problem,) = widths_problems({"--ffn-hidden-size": 12, "--moe-ffn-hidden-size": 10}, 4)
-    assert "--moe-ffn-hidden-size 10 is not divisible by --tensor-model-parallel-size 4" in problem
-    assert "Use --moe-ffn-hidden-size 12." in problem
-    widths = small("--num-experts 4 --moe-mlp-bias").model.widths
-    assert any("--hidden-size 64 is not divisible by" in problem for problem in widths_problems(widths, 5))
-    odd = "--num-experts 4 --moe-mlp-bias --moe-ffn-hidden-size 9 --hidden-size 30 --kv-channels 8 --sequence-parallel"
-    assert small(f"{odd} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1").model.hidden_size == 30
-    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 9 is not divisible by"):
-        small(f"{odd} --tensor-model-parallel-size 4")
-    assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))
