@@ -72,7 +72,7 @@ def values(line: str) -> list[str]:
     run = outcome(line)
     if isinstance(run, list):
         return run
-    usual = _usual(type(run))
+    usual = _usual(isinstance(run, RunConfig))
     changed = {
         section: {name: text for name, text in shown.items() if usual[section].get(name) != text}
         for section, shown in _shown(run).items()
@@ -86,8 +86,8 @@ def values(line: str) -> list[str]:
 
 
 @cache
-def _usual(kind: type[RunRequest]) -> dict[str, dict[str, str]]:
-    run = outcome("| on 1 process" if issubclass(kind, RunConfig) else "")
+def _usual(is_resolved: bool) -> dict[str, dict[str, str]]:
+    run = outcome("| on 1 process" if is_resolved else "")
     assert isinstance(run, RunRequest)
     return _shown(run)
 

@@ -31,26 +31,6 @@ def test_an_unchanged_run_resumes_unchanged() -> None:
     assert check_resume(saved(), run()) == run()
 
 
-@pytest.mark.parametrize(
-    ("text", "notices"),
-    [
-        ("--train-iters 20", 1),
-        ("--lr 1e-4", 1),
-        ("--global-batch-size 16", 1),
-        ("--bf16", 1),
-        ("--bf16 --fp8-format e4m3 --fp8-emulation --fp8-recipe rowwise", 2),
-        ("--zero-stage 0 --checkpoint-activations --log-interval 1 --save x --save-interval 2 --num-workers 0", 0),
-        ("--data-path elsewhere/corpus_text_document --make-vocab-size-divisible-by 64", 0),
-    ],
-)
-def test_fields_that_may_change(text: str, notices: int) -> None:
-    now = run(text)
-    going_on = check_resume(saved(), now)
-    assert len(going_on.notices) == len(now.notices) + notices
-    for section in sections_of(RunConfig):
-        assert getattr(going_on, section) == getattr(now, section)
-
-
 def test_layouts_may_change() -> None:
     now = small("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
     now = resolve(now, Machine("cpu", 4, False, True), TokenizerFacts(1000, 999, "f"))

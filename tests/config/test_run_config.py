@@ -10,7 +10,6 @@ import pytest
 
 from megatron.config import (
     Machine,
-    ModelConfig,
     ModelRequest,
     RunConfig,
     RunRequest,
@@ -18,7 +17,6 @@ from megatron.config import (
     check_resume,
     resolve,
 )
-from megatron.config.run_config import sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -26,13 +24,6 @@ from tests.config.command_lines import small
 def resolved(text: str = "", drop: str = "") -> RunConfig:
     """The small command line on one process."""
     return resolve(small(text, drop), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
-
-
-def test_a_request_and_a_run_have_the_same_sections() -> None:
-    asked, decided = sections_of(RunRequest), sections_of(RunConfig)
-    assert list(asked) == list(decided) and len(asked) == 22
-    assert all(issubclass(decided[name], asked[name]) for name in asked)
-    assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
 
 
 def test_a_resolved_run_round_trips_through_json() -> None:
