@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import (
-    Machine,
-    ModelRequest,
-    RunConfig,
-    RunRequest,
-    TokenizerFacts,
-    check_resume,
-    resolve,
-)
+from megatron.config import Machine, ModelRequest, RunConfig, RunRequest, TokenizerFacts, check_resume, resolve
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 

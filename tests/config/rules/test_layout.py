@@ -6,11 +6,7 @@ import re
 
 import pytest
 
-from megatron.config.rules.layout import (
-    divisors,
-    layout_problems,
-    nearest_layouts,
-)
+from megatron.config.rules.layout import divisors, layout_problems, nearest_layouts
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 13, 36, 360, 4096])
@@ -35,12 +31,7 @@ def test_the_nearest_layouts_come_first() -> None:
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "words"),
     [
-        (
-            4096,
-            8,
-            12,
-            "multiple of 96 processes, but this run has 4096. Use 4032 or 4128, .* fits 4096: 8 x 16, 8 x 8",
-        ),
+        (4096, 8, 12, "multiple of 96 processes, but this run has 4096. Use 4032 or 4128, .* fits 4096: 8 x 16, 8 x 8"),
         (16384, 16384, 2, r"Use 32768, or .* fits 16384: 8192 x 2, 16384 x 1, .* or 112 others\."),
         (1, 4, 1, r"but this run has 1. Use 4, or .* fits 1: 1 x 1\."),
         (6, 4, 1, r"Use 4 or 8, or .* fits 6: 3 x 1, 6 x 1, 2 x 1"),
