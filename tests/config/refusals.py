@@ -1,62 +1,115 @@
-"""Command lines that rules refuse, in `golden/refusals.txt`, and what is said of them."""
+"""Command lines and their outcomes, as listed in `golden/refusals.txt` and `golden/values.txt`.
+
+A line has flags that follow the small command line and, each after " | ":
+
+* `without FLAGS`: flags of the small command line to omit; `alone` omits all of them.
+* `file NAME TEXT`: a file in the current folder.
+* `on 2 processes`, `on 1 process with a GPU`, `on 8 processes with a GPU and bfloat16`: resolved there. A CPU has
+  bfloat16, a GPU float16 and, where named, bfloat16.
+* `of 50000 tokens`: resolved with such a tokenizer.
+* `after FLAGS`: resumed from a checkpoint of the small command line with these flags.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+import contextlib
+import inspect
+import shlex
+import tempfile
+from functools import cache
 from pathlib import Path
 
-from megatron.config import Machine, TokenizerFacts, resolve
+from megatron.config import Machine, RunConfig, RunRequest, TokenizerFacts, check_resume, resolve
 from megatron.config.parse import read_flags
+from megatron.config.run_config import sections_of
 from megatron.errors import ConfigError
 from tests.config.command_lines import words
 
-GOLDEN = Path(__file__).resolve().parent / "golden" / "refusals.txt"
+REFUSALS, VALUES = (Path(__file__).resolve().parent / "golden" / name for name in ("refusals.txt", "values.txt"))
+
+
+def outcome(line: str) -> RunRequest | list[str]:
+    """The requested or resolved run of a line, or its problems."""
+    text, *more = (part.strip() for part in f" {line}".split(" | "))
+    options = dict(part.partition(" ")[::2] for part in more)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for part in more:
+            if part.startswith("file "):
+                _, name, content = part.split(" ", 2)
+                Path(name).write_text(content, encoding="utf-8")
+        draft = read_flags(shlex.split(text) if "alone" in options else words(text, options.get("without", "")))
+        if draft.problems:
+            return list(draft.problems)
+        try:
+            if not options.keys() & {"on", "after"}:
+                return draft.request()
+            size = int(options.get("of", "1000").split()[0])
+            machine = _machine(options.get("on", "1 process"))
+            run = resolve(draft.request(), machine, TokenizerFacts(size, size - 1, "f"))
+            if "after" not in options:
+                return run
+            saved = read_flags(words(options["after"])).request()
+            return check_resume(resolve(saved, machine, TokenizerFacts(1000, 999, "f")).to_json(), run)
+        except ConfigError as failure:
+            return list(failure.problems)
+
+
+def _machine(text: str) -> Machine:
+    is_gpu = "GPU" in text
+    return Machine("cuda" if is_gpu else "cpu", int(text.split()[0]), is_gpu, not is_gpu or "bfloat16" in text)
 
 
 def sentences(line: str) -> list[str]:
-    """What is said of a command line: the problems, or the notices with a ~ in front.
-
-    Args:
-        line: flags that follow the small command line; then, each after " | ", the flags that it goes `without`, and
-            the processes that the run is resolved `on`.
-    """
-    text, *more = line.split(" | ")
-    drop = next((part.removeprefix("without ") for part in more if part.startswith("without ")), "")
-    draft = read_flags(words(text, drop))
-    on = re.search(r" \| on (\d+) process(?:es)?( with a GPU)?", line)
-    if draft.problems or on is None:
-        return list(draft.problems) or [f"~ {notice}" for notice in draft.run.notices]
-    is_gpu = on[2] is not None
-    machine = Machine("cuda" if is_gpu else "cpu", int(on[1]), supports_fp16=is_gpu, supports_bf16=not is_gpu)
-    try:
-        return [f"~ {notice}" for notice in resolve(draft.request(), machine, TokenizerFacts(1000, 999, "f")).notices]
-    except ConfigError as failure:
-        return list(failure.problems)
+    """The problems of a line, or the notices with a ~ and the reasons of ignored flags with a - in front."""
+    run = outcome(line)
+    if isinstance(run, list):
+        return run
+    return [*(f"~ {notice}" for notice in run.notices), *(f"- {reason}" for reason in run.ignored)]
 
 
-def golden_cases() -> dict[str, dict[str, list[str]]]:
-    """The sentences of each command line of the file, by subject."""
-    subjects: dict[str, dict[str, list[str]]] = {}
-    said: list[str] = []
-    for line in GOLDEN.read_text(encoding="utf-8").splitlines():
-        if line.startswith("# "):
-            cases = subjects.setdefault(line[2:], {})
-        elif line.startswith("    "):
-            said.append(line.strip())
-        else:
-            said = cases[line] = []
-    return subjects
+def values(line: str) -> list[str]:
+    """The sentences of a line and, by section, the values that differ from those of the small command line."""
+    run = outcome(line)
+    if isinstance(run, list):
+        return run
+    usual = _usual(isinstance(run, RunConfig))
+    changed = {
+        section: {name: text for name, text in shown.items() if usual[section].get(name) != text}
+        for section, shown in _shown(run).items()
+    }
+    listed = [
+        f"{section}: {', '.join(f'{name} {text}' for name, text in shown.items())}"
+        for section, shown in changed.items()
+        if shown
+    ]
+    return [*sentences(line), *listed]
 
 
-def golden_text() -> str:
+@cache
+def _usual(is_resolved: bool) -> dict[str, dict[str, str]]:
+    run = outcome("| on 1 process" if is_resolved else "")
+    assert isinstance(run, RunRequest)
+    return _shown(run)
+
+
+def _shown(run: RunRequest) -> dict[str, dict[str, str]]:
+    """The fields and the computed properties by section."""
+    shown: dict[str, dict[str, str]] = {"run": {"activation": run.requested_kernels["activation"]}}
+    for section in sections_of(type(run)):
+        found, values = shown.setdefault(section, {}), getattr(run, section)
+        properties = [name for name, _ in inspect.getmembers(type(values), lambda member: isinstance(member, property))]
+        for name in [*vars(values), *properties]:
+            with contextlib.suppress(ConfigError, TypeError, ValueError, ZeroDivisionError):
+                found[name] = str(getattr(values, name))
+    return shown
+
+
+def golden_text(path: Path) -> str:
     """The file as it should be."""
-
-    def lines() -> Iterator[str]:
-        for subject, cases in golden_cases().items():
-            yield f"# {subject}"
-            for line in cases:
-                yield line
-                yield from (f"    {sentence}" for sentence in sentences(line))
-
-    return "".join(f"{line}\n" for line in lines())
+    shown = values if path == VALUES else sentences
+    lines: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("    "):
+            found = [] if line.startswith("# ") else shown(line)
+            lines += [line, *(f"    {sentence}" for sentence in found)]
+    return "".join(f"{line}\n" for line in lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import Machine, TokenizerFacts, elastic, resolve
+from megatron.config import elastic
 from megatron.config.elastic import fit_layout
 from megatron.config.rules.checking import world_problems
 from megatron.config.schedule import batch_sizes
@@ -85,13 +85,6 @@ def test_other_stages_keep_schedule_and_chunks(flags: str, world: int, kept: tup
     )
     assert world_problems(found, world) == []
     assert ("the pipeline schedule becomes interleaved" in notice) == ("mine.csv" in flags)
-
-
-def test_a_run_knows_its_new_layout() -> None:
-    request = small("--elastic --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
-    config = resolve(request, Machine("cpu", 2, True, True), TokenizerFacts(1000, 999, "f"))
-    assert (config.parallel.tensor_model_parallel_size, config.parallel.data_parallel_size) == (2, 1)
-    assert any(notice.startswith("--elastic: 2 tensor x 2 pipeline") for notice in config.notices)
 
 
 def test_what_no_layout_fits(monkeypatch: pytest.MonkeyPatch) -> None:

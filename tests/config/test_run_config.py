@@ -8,17 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config import (
-    Machine,
-    ModelConfig,
-    ModelRequest,
-    RunConfig,
-    RunRequest,
-    TokenizerFacts,
-    check_resume,
-    resolve,
-)
-from megatron.config.run_config import sections_of
+from megatron.config import Machine, ModelRequest, RunConfig, RunRequest, TokenizerFacts, check_resume, resolve
 from megatron.errors import ConfigError
 from tests.config.command_lines import small
 
@@ -28,22 +18,10 @@ def resolved(text: str = "", drop: str = "") -> RunConfig:
     return resolve(small(text, drop), Machine("cpu", 1, False, True), TokenizerFacts(1000, 999, "f"))
 
 
-def test_a_request_and_a_run_have_the_same_sections() -> None:
-    asked, decided = sections_of(RunRequest), sections_of(RunConfig)
-    assert list(asked) == list(decided) and len(asked) == 22
-    assert all(issubclass(decided[name], asked[name]) for name in asked)
-    assert (asked["model"], decided["model"]) == (ModelRequest, ModelConfig)
-
-
 def test_a_resolved_run_round_trips_through_json() -> None:
     config = resolved("--train-samples 64 --rampup-batch-size 2 2 8", drop="--train-iters")
     again = RunConfig.from_json(json.loads(json.dumps(config.to_json())))
     assert dataclasses.replace(again, notices=config.notices) == config
-
-
-def test_every_value_by_its_name() -> None:
-    flat = resolved().flat()
-    assert (flat["hidden_size"], flat["seq_length"], flat["world_size"], flat["seed"]) == (64, 32, 1, 1234)
 
 
 def test_a_damaged_record_names_what_it_lacks() -> None:
@@ -115,8 +93,3 @@ def test_rules_between_sections_hold_for_every_run_config() -> None:
     model = ModelRequest(num_layers=4, hidden_size=64, num_attention_heads=2, max_position_embeddings=32)
     with pytest.raises(ConfigError, match="2 attention heads cannot be split over 4 ranks"):
         dataclasses.replace(config, model=model)
-
-
-def test_other_names_of_optimizers() -> None:
-    """As other trainers write them: AdamW by its own name, and Megatron-LM's Muon over its data-parallel ranks."""
-    assert [small(f"--optimizer {name}").optim.optimizer for name in ("adamw", "dist_muon")] == ["adam", "muon"]

@@ -70,22 +70,10 @@ def test_rates_of_other_styles_by_hand(flags: dict[str, Any], golden: dict[int, 
         assert learning_rate(optim, samples) == pytest.approx(rate, abs=1e-6), samples
 
 
-def test_an_exponential_decay_ends_at_the_half_or_at_the_floor() -> None:
-    """As in GPT-NeoX, which counts no steps after the decay."""
-    optim = optim_config(lr=0.01, lr_decay_iters=100, train_iters=240, lr_decay_style="exponential")
-    rates = [learning_rate(optim, 8 * step) for step in (50, 100, 101, 240)]
-    assert rates == pytest.approx([0.01 * math.sqrt(0.5), 0.005, 0.005, 0.005])
-    assert learning_rate(dataclasses.replace(optim, min_lr=0.007), 8 * 101) == 0.007
-
-
 def test_the_decay_of_wsd_in_samples() -> None:
     changes = {"lr_decay_style": "WSD", "lr_wsd_decay_style": "linear", "lr_wsd_decay_samples": 20, "min_lr": 0.0}
     optim = optim_config(train_iters=None, train_samples=100, **changes)
     assert [learning_rate(optim, samples) for samples in (80, 90, 100)] == [1.0, 0.5, 0.0]
-
-
-def test_without_warmup_the_first_step_runs_at_the_peak() -> None:
-    assert learning_rate(optim_config(train_iters=10), 0) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -140,27 +128,6 @@ def test_no_run_uses_more_data_than_is_planned(
         assert is_reached == (first - 1 == step and not is_done(optim, step, consumed)), (first, step)
 
 
-@given(
-    style=st.sampled_from(["constant", "linear", "cosine"]),
-    peak=st.floats(1e-6, 1.0),
-    floor_share=st.floats(0.0, 1.0),
-    iterations=st.integers(2, 1000),
-    warmup=st.floats(0.0, 0.99),
-    samples=st.integers(0, 20000),
-)
-def test_rate_stays_between_its_bounds_and_falls_after_warmup(
-    style: str, peak: float, floor_share: float, iterations: int, warmup: float, samples: int
-) -> None:
-    optim = optim_config(
-        lr=peak, min_lr=peak * floor_share, lr_decay_style=style, train_iters=iterations, lr_warmup_fraction=warmup
-    )
-    now, later = learning_rate(optim, samples), learning_rate(optim, samples + 8)
-    assert 0.0 <= now <= peak * (1 + 1e-12)
-    if samples > schedule(optim).warmup_samples:
-        assert now >= later - 1e-12
-        assert now >= optim.min_lr * (1 - 1e-12)
-
-
 # --rampup-batch-size 2 2 60 towards 8: three increments, each after 20 samples.
 RAMP = {0: 2, 18: 2, 20: 4, 39: 4, 40: 6, 59: 6, 60: 8, 61: 8, 1000: 8}
 
@@ -168,14 +135,6 @@ RAMP = {0: 2, 18: 2, 20: 4, 39: 4, 40: 6, 59: 6, 60: 8, 61: 8, 1000: 8}
 @pytest.mark.parametrize(("samples", "size"), RAMP.items())
 def test_ramp_up_computed_by_hand(samples: int, size: int) -> None:
     assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 60), train_samples=300), samples) == size
-
-
-def test_ramp_up_that_starts_at_the_full_size_is_no_ramp_up() -> None:
-    assert global_batch_size(optim_config(rampup_batch_size=(8, 2, 60), train_samples=300), 0) == 8
-
-
-def test_ramp_up_over_no_samples_is_no_ramp_up() -> None:
-    assert global_batch_size(optim_config(rampup_batch_size=(2, 2, 0), train_samples=300), 0) == 8
 
 
 def upstream_iterations(start: int, increment: int, ramp: int, full: int, samples: int) -> int:
@@ -212,25 +171,6 @@ def test_iterations_agree_with_upstream_and_with_the_loop(
     assert set(seen) <= {step}
 
 
-def test_a_run_shorter_than_its_ramp_up_stops_in_time() -> None:
-    optim = optim_config(rampup_batch_size=(2, 2, 600), train_samples=9)
-    assert planned_iterations(optim) == 4
-    assert not is_done(optim, 3, 6)
-    assert is_done(optim, 4, 8)
-
-
-def test_iterations_end_a_run_in_iteration_mode() -> None:
-    optim = optim_config(train_iters=3)
-    assert [is_done(optim, step, step * 8) for step in range(5)] == [False, False, False, True, True]
-    assert planned_iterations(optim, 2, 4) == 3
-
-
-def test_samples_end_a_run_in_sample_mode() -> None:
-    optim = optim_config(train_samples=20)
-    assert planned_iterations(optim) == 2
-    assert [is_done(optim, step, step * 8) for step in range(4)] == [False, False, True, True]
-
-
 def test_planned_samples() -> None:
     evaluation = EvaluationConfig(eval_interval=4, eval_iters=3)
     assert planned_samples(optim_config(train_iters=10), evaluation) == (80, 3 * 8, 3 * 8)
@@ -246,11 +186,6 @@ def test_samples_of_an_epoch() -> None:
     assert samples_per_epoch(3, optim) == 50
     assert samples_per_epoch(None, optim) is None
     assert samples_per_epoch(3, optim_config(train_iters=10)) is None
-
-
-def test_planned_samples_after_a_change_of_batch_size() -> None:
-    train, _, _ = planned_samples(optim_config(train_iters=10), EvaluationConfig(), 4, 16)
-    assert train == 16 + 6 * 8
 
 
 def test_the_ramp_up_is_traversed_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 
 import pytest
 
@@ -19,39 +18,22 @@ def resolved(text: str) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("plain", "idle"),
     [
-        ("--rotary-base 5e5", "--rotary-base 500000.0 has no effect without RoPE"),
-        ("--position-embedding-type alibi --rotary-percent 0.5", "--rotary-percent 0.5 has no effect without RoPE"),
-        (
-            "--position-embedding-type rope --rope-beta-fast 4",
-            "--rope-beta-fast 4.0 .* without --rope-scaling-type yarn",
-        ),
-        ("--position-embedding-type rope --rotary-base-windowed 9", "--rotary-base-windowed 9.0 .* --attention-window"),
-        ("--qk-layernorm-scope all", "--qk-layernorm-scope all has no effect without --qk-layernorm"),
-        ("--moe-router-topk 3", "--moe-router-topk 3 has no effect without --num-experts"),
-        (
-            "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax",
-            "--moe-router-pre-softmax has no effect without --moe-router-score-function softmax",
-        ),
-        (
-            "--num-experts 4 --moe-router-topk 1 --moe-router-score-function sigmoid --moe-router-keep-scores",
-            "--moe-router-keep-scores has no effect without --moe-router-topk above 1",
-        ),
-        (
-            "--multi-latent-attention --position-embedding-type rope --kv-channels 7",
-            "--kv-channels 7 .* with --multi-l",
-        ),
-        ("--openai-gelu --swiglu", "--openai-gelu has no effect without --activation-function gelu"),
+        ("", "--rotary-base 5e5"),
+        ("--position-embedding-type alibi", "--rotary-percent 0.5"),
+        ("--position-embedding-type rope", "--rope-beta-fast 4 --rotary-base-windowed 9"),
+        ("", "--qk-layernorm-scope all --moe-router-topk 3"),
+        ("--num-experts 4 --moe-router-score-function sigmoid", "--moe-router-pre-softmax"),
+        ("--multi-latent-attention --position-embedding-type rope", "--kv-channels 7"),
+        ("--swiglu", "--openai-gelu"),
     ],
 )
-def test_a_field_without_effect_is_announced_and_does_not_hinder_a_resume(text: str, sentence: str) -> None:
-    config = resolved(text)
-    assert any(re.search(sentence, notice) for notice in config.notices), config.notices
-    kept = {"--position-embedding-type", "rope", "alibi", "--swiglu", "--multi-latent-attention"}
-    plain = resolved(" ".join(word for word in text.split() if word in kept) or text.rpartition("--")[0])
-    check_resume(config.to_json(), plain)
-    check_resume(plain.to_json(), config)
+def test_a_field_without_effect_does_not_hinder_a_resume(plain: str, idle: str) -> None:
+    one, other = resolved(plain), resolved(f"{plain} {idle}")
+    assert sum("has no effect" in notice for notice in other.notices) == idle.count("--")
+    check_resume(one.to_json(), other)
+    check_resume(other.to_json(), one)
 
 
 def test_a_field_with_effect_is_not_unused() -> None:
@@ -61,13 +43,3 @@ def test_a_field_with_effect_is_not_unused() -> None:
     other = dataclasses.replace(config, model=dataclasses.replace(config.model, rotary_base=9.0))
     with pytest.raises(ConfigError, match="--rotary-base is 9.0, but the checkpoint was saved with 10000.0"):
         check_resume(config.to_json(), other)
-
-
-def test_scaled_frequencies_need_rotary_positions() -> None:
-    with pytest.raises(ConfigError, match="--rope-scaling-type llama3 requires --position-embedding-type rope"):
-        small("--use-rope-scaling")
-
-
-def test_a_context_that_is_shorter_than_the_samples_is_announced() -> None:
-    config = resolved("--position-embedding-type rope --max-position-embeddings 8")
-    assert any("is more than --max-position-embeddings 8, the context" in notice for notice in config.notices)

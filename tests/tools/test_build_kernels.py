@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import stat
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 from megatron import process_exit
 from megatron.kernels.native.library import LIBRARY, RECORD
 from tools import build_kernels
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_build_says_what_comes_next(
@@ -28,9 +25,3 @@ def test_a_build_says_what_comes_next(
     said = capsys.readouterr().out
     assert "building 3 operation(s) for CPU: adamw, multi_tensor, norm" in said
     assert "or with --kernels csrc" in said
-
-
-def test_the_blocks_of_the_page_are_those_that_tests_run() -> None:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "kernels.md").read_text("utf-8"), re.DOTALL)
-    # The first is what the fixture of tests/kernels does, the second are tests themselves.
-    assert blocks == ["python tools/build_kernels.py\n", "python -m pytest tests/kernels/emulator\n"]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 import subprocess
-import sys
 import venv
 from pathlib import Path
 
@@ -42,14 +40,6 @@ def test_the_last_sentence_names_what_would_be_faster() -> None:
     unbuilt = finding("norm", text="torch: csrc is not built: python tools/build_kernels.py")
     assert doctor.what_is_slow([unbuilt]) == "Compiled kernels would make it faster: python tools/build_kernels.py"
     assert doctor.what_is_slow([finding("norm")]) == "Nothing to improve."
-
-
-def test_no_line_ends_in_a_colon_and_columns_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [doctor.Finding("kernels", "a" * 34, doctor.OK, "torch"), doctor.Finding("kernels", "b", doctor.OK, "csrc")]
-    doctor.show(found, can_start=True)
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ok"))
-    assert first.index("torch") == second.index("csrc")
-    assert not [one.subject for one in doctor.kernel_findings() if one.text.rstrip().endswith(":")]
 
 
 def test_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +166,6 @@ def test_the_lists_agree_with_the_package() -> None:
     for name, extra, _ in doctor.OPTIONAL:
         assert re.search(rf"^{extra} = \[[^]]*\"{name}>=", text, flags=re.M), f"{name} is not in the extra {extra}"
     assert f'name = "{doctor.PROJECT}"' in text
-
-
-def test_an_installed_package_has_a_version() -> None:
-    assert doctor.installed_version("torch") == importlib.metadata.version("torch")
-    assert doctor.installed_version("there-is-no-such-package") is None
-    assert sys.version_info >= (3, 10)
 
 
 SMALL = ["pretrain_gpt.py", "--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 
 from megatron.checkpoint.record import Progress
-from megatron.config import DataConfig, parse
+from megatron.config import parse
 from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.order.plan import DataPlan
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from megatron.train.build import open_run
@@ -26,7 +24,7 @@ from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 from tests.helpers.vocabulary import write_vocabulary
 from tests.train.samples import Outcome, optim_config
 from tools import sample_idxs_to_text as tool
-from tools.runs.sample_order import SampleOrder, read_samples, samples_of_logged_steps, samples_of_steps
+from tools.runs.sample_order import samples_of_logged_steps, samples_of_steps
 
 Rows = list[list[int]]
 
@@ -225,13 +223,6 @@ def test_steps_to_samples() -> None:
         samples_of_logged_steps(3, 5, logged)
     with pytest.raises(DataError, match="The run logged no step"):
         samples_of_logged_steps(3, 5, {})
-
-
-def test_a_plan_without_training_data(trained: dict[str, Any]) -> None:
-    plan = DataPlan(32, 1234, "bigscience", None, (), ())
-    order = dataclasses.replace(SampleOrder.of_plan(plan, DataConfig(seq_length=8)), planned_samples=3)
-    with pytest.raises(DataError, match="(no|No) training data"):
-        read_samples(order, 0, 1, None)
 
 
 def test_masked_samples_are_shown_with_what_they_hide(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from megatron.errors import CheckpointError, ConfigError
 from tests.helpers.ranks import free_port, run_ranks
-from tests.helpers.web.serving import chat_server, start_server
+from tests.helpers.web.serving import start_server
 from tests.inference.checkpoints import make_checkpoint
 from tools import serve
 
@@ -118,22 +118,3 @@ def test_a_split_network_gives_the_same_answer(layout: tuple[int, int], tmp_path
     (one,), (other,) = alone["choices"], split["choices"]
     assert one["text"] == other["text"] and one["logprobs"]["tokens"] == other["logprobs"]["tokens"]
     assert one["logprobs"]["token_logprobs"] == pytest.approx(other["logprobs"]["token_logprobs"], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_real_engine_answers_many_at_once_as_it_answers_one() -> None:
-    address = chat_server().address
-    asks = [{**ASK, "prompt": f"{number} and then", "temperature": 1.0, "seed": number} for number in range(12)]
-    alone = [post(address, ask)["choices"] for ask in asks]
-    together: dict[int, Any] = {}
-
-    def ask(number: int) -> None:
-        together[number] = post(address, asks[number])["choices"]
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(asks))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    for number, choices in enumerate(alone):
-        assert together[number][0]["text"] == choices[0]["text"]

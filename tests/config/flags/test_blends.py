@@ -19,20 +19,6 @@ def test_a_blend_is_pairs_of_weight_and_prefix() -> None:
     assert read_blend(("a", "b", "c"), "--data-path") == ((0.0, "a"), (0.0, "b"), (0.0, "c"))  # by size
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("1", "a", "2"), r"--data-path 1 a 2 has 3 arguments\. Expected prefixes, or weight-prefix pairs\."),
-        (("0", "a"), r'--data-path 0 a: "0" must be a positive weight'),
-        (("inf", "a"), r'"inf" must be a positive weight'),
-        (("w.0.parquet", "w.1.parquet"), "a pattern of Parquet files must be quoted, so that the shell does not"),
-    ],
-)
-def test_a_blend_that_cannot_be_read(words: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        read_blend(words, "--data-path")
-
-
 def test_a_group_has_a_name_and_entries() -> None:
     group = read_weighted_group("MAIN: 0.2 0:0.5 a, 1 0.5:1 b", "--groups")
     assert group.name == "MAIN" and group.entries == (WeightedPath(0.2, 0, 0.5, "a"), WeightedPath(1, 0.5, 1, "b"))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.flags.command_line import areas_of, parse_flags
-from megatron.config.flags.fields import flag, flags_of
-from megatron.config.flags.section import ConfigSection, bound_problems
+from megatron.config.flags.fields import flag
+from megatron.config.flags.section import ConfigSection
 from megatron.errors import ConfigError, ExitCode
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -102,10 +102,6 @@ def test_a_flag_that_begins_with_no_turns_on() -> None:
     assert read("--input x --no-save").no_save and not read("--input x --no-save off").no_save
 
 
-def test_the_last_occurrence_wins() -> None:
-    assert read("--input x --workers 2 --workers=3").workers == 3
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -152,17 +148,6 @@ def test_all_problems_are_reported_in_one_error() -> None:
         "--rate",
         "--kind",
     ]
-
-
-def test_a_section_is_always_validated_on_creation() -> None:
-    with pytest.raises(ConfigError, match="--workers 13 is unlucky"):
-        Tool(input=("x",), workers=13)
-    assert list(bound_problems(Tool(input=("x",)))) == []
-
-
-def test_abbreviations_are_not_accepted() -> None:
-    with pytest.raises(ConfigError, match="unknown flag --work"):
-        read("--input x --work 3")
 
 
 def test_help_names_type_default_and_choices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,10 +217,6 @@ def test_help_shows_the_areas_and_flags_that_are_named(
 def test_help_for_nothing_names_the_areas() -> None:
     with pytest.raises(ConfigError, match=r"--help zebra matches no flag and no group. Groups: options; flags; how "):
         parse_flags(SizedTool, ["--help", "zebra"])
-
-
-def test_flags_keep_the_order_of_their_fields() -> None:
-    assert [one.field for one in flags_of(Tool)][:3] == ["input", "workers", "rate"]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--num-layer", "3"]])

@@ -10,12 +10,7 @@ from megatron.errors import ConfigError
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [
-        ("3", 3),
-        ("[1, 0]", (1, 0)),
-        ("[0]*1+[1]*3", (0, 1, 1, 1)),
-        ("([1]*3+[0]*1)*2", (1, 1, 1, 0, 1, 1, 1, 0)),
-    ],
+    [("3", 3), ("[1, 0]", (1, 0)), ("[0]*1+[1]*3", (0, 1, 1, 1)), ("([1]*3+[0]*1)*2", (1, 1, 1, 0, 1, 1, 1, 0))],
 )
 def test_a_number_or_a_list(text: str, found: object) -> None:
     assert read_pattern("--moe-layer-freq", text, None) == found

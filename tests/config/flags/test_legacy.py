@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.flags.legacy import DEPRECATED, IGNORING, Legacy, legacy_flags
+from megatron.config.flags.legacy import IGNORING, Legacy, legacy_flags
 from megatron.config.flags.status_table import IGNORED, REFUSED
 from megatron.config.parse import field_flags, known_flags
 from megatron.errors import ConfigError
@@ -46,14 +46,6 @@ def test_no_spelling_means_two_flags() -> None:
     assert len(spellings) == len(set(spellings))
 
 
-def test_every_explanation_is_one_sentence() -> None:
-    for name, entry in legacy_flags().items():
-        assert entry.status in (IGNORED, REFUSED)
-        assert entry.reason.endswith("."), name
-        if entry.status == REFUSED:
-            assert entry.reason.count(". ") >= 1, f"{name}: {entry.reason} names no remedy"
-
-
 def given(status: str) -> dict[str, Legacy]:
     """The flags of a status, as they are written on a command line with a value that is not the usual one."""
     entries = [entry for entry in legacy_flags().values() if entry.status == status]
@@ -80,19 +72,6 @@ def test_a_harmless_value_gives_no_notice() -> None:
     entries = [entry for entry in legacy_flags().values() if entry.harmless is not None]
     config = small(" ".join(f"{entry.flag.positive_name} {entry.harmless}" for entry in entries))
     assert len(entries) > 100 and config.notices == config.ignored == ()
-
-
-def test_words_and_switches_of_old_flags() -> None:
-    assert (
-        small("--onnx-safe False --lazy-mpu-init 0 --position-embedding-type absolute --DDP-impl local").notices == ()
-    )
-
-
-def test_a_changed_field_without_effect_gives_a_notice() -> None:
-    (sentence,) = small("--log-level-replica debug").ignored
-    assert sentence.startswith("--log-level-replica is accepted and ignored: the other ranks log only")
-    config = small("--no-masked-softmax-fusion")
-    assert config.notices == config.ignored == ()
 
 
 # Supported fields that only the configuration itself looks at.
@@ -129,9 +108,3 @@ def test_a_supported_flag_is_read_somewhere() -> None:
     read = {name for text in texts for name in re.findall(r"[.\"](\w+)", text)}
     supported = {one.field for one in field_flags().values() if not one.facts.ignored}
     assert supported - read - DONE_IN_CONFIG == set(), "nobody reads these: say so with ignored=, or refuse them"
-
-
-def test_old_names_work_and_are_named() -> None:
-    config = small("--deepscale")
-    assert config.parallel.deepspeed
-    assert config.notices == (f"--deepscale is deprecated: {DEPRECATED['--deepscale']}",)

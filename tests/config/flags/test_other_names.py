@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
-from megatron.config import parse
 from megatron.config.flags import command_line
 from megatron.config.flags.command_line import meant_flag
 from megatron.config.parse import field_flags
-from megatron.errors import ConfigError
 
 
 def test_every_name_leads_to_a_flag_and_is_none_itself() -> None:
@@ -17,21 +13,6 @@ def test_every_name_leads_to_a_flag_and_is_none_itself() -> None:
     names = [f"--{name}" for names in command_line._NAMES.values() for name in names.split()]
     assert len(names) == len(set(names)), "each name leads to one flag"
     assert known.isdisjoint(names)
-
-
-@pytest.mark.parametrize(
-    ("given", "flag"),
-    [
-        ("--learning_rate", "--lr"),
-        ("--tp", "--tensor-model-parallel-size"),
-        ("--max-steps", "--train-iters"),
-        ("--block-size", "--seq-length"),
-        ("--hiden-size", "--hidden-size"),
-    ],
-)
-def test_the_hint_names_the_flag(given: str, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown flag {given}. Did you mean {flag}[?]"):
-        parse([given, "3"])
 
 
 def test_a_tool_without_the_flag_gives_no_such_hint() -> None:

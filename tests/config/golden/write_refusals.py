@@ -1,6 +1,7 @@
-"""Writes the sentences of the refused command lines anew: `python -m tests.config.golden.write_refusals`."""
+"""Writes the outcomes of the listed command lines anew: `python -m tests.config.golden.write_refusals`."""
 
-from tests.config.refusals import GOLDEN, golden_text
+from tests.config.refusals import REFUSALS, VALUES, golden_text
 
 if __name__ == "__main__":
-    GOLDEN.write_text(golden_text(), encoding="utf-8")
+    for path in (REFUSALS, VALUES):
+        path.write_text(golden_text(path), encoding="utf-8")

@@ -6,16 +6,7 @@ import re
 
 import pytest
 
-from megatron.config.rules.layout import (
-    divisors,
-    heads_problems,
-    layout_problems,
-    nearest_layouts,
-    stages_problems,
-    widths_problems,
-)
-from megatron.errors import ConfigError
-from tests.config.command_lines import small
+from megatron.config.rules.layout import divisors, layout_problems, nearest_layouts
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 13, 36, 360, 4096])
@@ -40,12 +31,7 @@ def test_the_nearest_layouts_come_first() -> None:
 @pytest.mark.parametrize(
     ("world", "tp", "pp", "words"),
     [
-        (
-            4096,
-            8,
-            12,
-            "multiple of 96 processes, but this run has 4096. Use 4032 or 4128, .* fits 4096: 8 x 16, 8 x 8",
-        ),
+        (4096, 8, 12, "multiple of 96 processes, but this run has 4096. Use 4032 or 4128, .* fits 4096: 8 x 16, 8 x 8"),
         (16384, 16384, 2, r"Use 32768, or .* fits 16384: 8192 x 2, 16384 x 1, .* or 112 others\."),
         (1, 4, 1, r"but this run has 1. Use 4, or .* fits 1: 1 x 1\."),
         (6, 4, 1, r"Use 4 or 8, or .* fits 6: 3 x 1, 6 x 1, 2 x 1"),
@@ -67,20 +53,3 @@ def test_a_layout_that_does_not_fill_the_world(world: int, tp: int, pp: int, wor
 def test_proposed_layouts_leave_room_for_the_ranks_of_a_sequence(world: int, words: str) -> None:
     (problem,) = layout_problems(world, 4, 1, sequence_size=2)
     assert re.search(words, problem), problem
-
-
-def test_heads_and_layers() -> None:
-    (problem,) = heads_problems(12, 8)
-    assert "use one of 1, 2, 3, 4, 6, 12 ranks, or 16 heads" in problem and "--num-attention-heads 12" in problem
-    (problem,) = stages_problems(4, 5)
-    assert "4 layers cannot fill 5 pipeline stages (--num-layers 4" in problem and "at most 4 stages" in problem
-    (problem,) = widths_problems({"--ffn-hidden-size": 12, "--moe-ffn-hidden-size": 10}, 4)
-    assert "--moe-ffn-hidden-size 10 is not divisible by --tensor-model-parallel-size 4" in problem
-    assert "Use --moe-ffn-hidden-size 12." in problem
-    widths = small("--num-experts 4 --moe-mlp-bias").model.widths
-    assert any("--hidden-size 64 is not divisible by" in problem for problem in widths_problems(widths, 5))
-    odd = "--num-experts 4 --moe-mlp-bias --moe-ffn-hidden-size 9 --hidden-size 30 --kv-channels 8 --sequence-parallel"
-    assert small(f"{odd} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1").model.hidden_size == 30
-    with pytest.raises(ConfigError, match="--moe-ffn-hidden-size 9 is not divisible by"):
-        small(f"{odd} --tensor-model-parallel-size 4")
-    assert not list(heads_problems(12, 4)) and not list(stages_problems(4, 4))

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron.config.flags.legacy import legacy_flags
 from megatron.config.parse import field_flags
 from megatron.config.rules.megatron_lm import DEFAULTS_THERE, ONLY_THERE
@@ -65,25 +63,3 @@ def test_the_signs_of_megatron_lm_are_flags_of_no_fork() -> None:
     forks = (DEFAULTS.parent / "upstream_flags.txt").read_text().split()
     names = {entry.flag.field: entry.flag.positive_name for entry in legacy_flags().values()}
     assert forks and not {names[field] for field in ONLY_THERE}.intersection(forks)
-
-
-MIXTURE, MUON = "--use-mcore-models --num-experts 4", "--attention-backend auto --optimizer dist_muon"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (MIXTURE, "--use-mcore-models is .* --moe-aux-loss-coeff 0.01 (--moe-aux-loss-coeff 0.0 there). Set"),
-        (f"{MUON} --muon-momentum 0.9 --muon-nesterov", "this run's: --muon-extra-scale-factor 0.2 (--muon-extra"),
-        (MUON, "--muon-nesterov (--no-muon-nesterov there)"),
-        (f"{MIXTURE} --moe-aux-loss-coeff 0.01", ""),
-        (f"{MIXTURE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", ""),
-        (f"{MIXTURE} --moe-router-load-balancing-type none", ""),
-        ("--use-mcore-models", ""),
-        ("--num-experts 4 --optimizer muon", ""),
-    ],
-)
-def test_a_command_of_megatron_lm_is_told_what_its_defaults_are_here(text: str, words: str) -> None:
-    said = [notice for notice in small(text).notices if "is a flag of Megatron-LM" in notice]
-    assert len(said) == bool(words)
-    assert all(part in said[0] for part in words.split(" .* ") if said)

@@ -14,8 +14,3 @@ def test_its_blocks_are_like_the_last_one() -> None:
     ).model
     assert [model.experts_of(layer) for layer in range(6)] == [1, 4, 1, 8, 8, 8]
     assert [model.window_of(layer) for layer in range(6)] == [None, 5, None, None, None, None]
-
-
-def test_a_factor_without_depths_has_no_effect() -> None:
-    (notice,) = small("--mtp-loss-scaling-factor 0.5").notices
-    assert notice == "--mtp-loss-scaling-factor 0.5 has no effect without --mtp-num-layers."

@@ -64,10 +64,6 @@ def test_an_engine_runs_only_what_its_table_says(monkeypatch: pytest.MonkeyPatch
         small(f"{STAGES}--pipeline-engine own --pipeline-schedule zbv")
 
 
-def test_a_single_chunk_has_no_schedule() -> None:
-    assert small("--zero-stage 3").parallel.pipeline_model_parallel_size == 1
-
-
 def test_the_stages_that_are_proposed_leave_a_layer_for_each_chunk() -> None:
     assert ParallelRequest().most_stages(12) == 12
     assert ParallelRequest(zero_stage=3).most_stages(12) == 1

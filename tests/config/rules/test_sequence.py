@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.config import Machine, TokenizerFacts, resolve
 from megatron.config.elastic import fit_layout
 from megatron.config.rules.checking import world_problems
 from tests.config.command_lines import small
@@ -28,33 +27,6 @@ def test_other_lengths_are_padded(more: str) -> None:
     causal = not config.model.bidirectional
     assert config.parallel.padded_length(config.data.seq_length, causal=causal) == 32
     assert config.parallel.padded_length(25, causal=causal) == (32 if causal else 28)
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes", "units"),
-    [
-        ("--context-parallel-size 4", (4, 1), (8, 4)),
-        ("--context-parallel-size 4 --cp-comm-type a2a", (1, 4), (4, 4)),
-        ("--ds-sequence-parallel-size 2", (1, 2), (2, 2)),
-        ("--context-parallel-size 2 --ds-sequence-parallel-size 2", (2, 2), (4, 4)),
-        (
-            "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4",
-            (4, 2),
-            (8, 8),
-        ),
-    ],
-)
-def test_flags_make_a_ring_of_groups(text: str, sizes: tuple[int, int], units: tuple[int, int]) -> None:
-    request = small(PLAIN + text)
-    assert (request.parallel.ring_size, request.parallel.ulysses_size) == sizes
-    assert tuple(request.parallel.length_unit(causal=causal) for causal in (True, False)) == units
-
-
-def test_ranks_that_share_a_sequence_read_the_same_samples() -> None:
-    request = small(RING + "--global-batch-size 8 --micro-batch-size 1")
-    tokenizer = TokenizerFacts(vocab_size=100, eod_id=0, fingerprint="none")
-    config = resolve(request, Machine("cpu", 8, supports_fp16=False, supports_bf16=True), tokenizer)
-    assert config.parallel.data_parallel_size == 2 and config.parallel.replica_size == 4
 
 
 def test_processes_that_do_not_fit() -> None:

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import OptimConfig
-from tests.config.command_lines import small
 from tests.train.samples import optim_config
-
-GROWING = "--curriculum-learning --curriculum-min-length 8 --curriculum-steps 4"
 
 
 def growing(**changes: Any) -> OptimConfig:
@@ -83,15 +80,3 @@ def test_long_curricula_are_planned_at_once(steps: int) -> None:
     optim = growing(curriculum_steps=steps)
     last = optim.last_step_of_length(1)
     assert last is None if steps == 1 else last == math.ceil(steps / 7) - 1
-
-
-def test_a_curriculum_by_flags() -> None:
-    optim = small(GROWING + " --curriculum-schedule fixed_root").optim
-    assert (optim.curriculum_learning, optim.curriculum_min_length, optim.curriculum_max_length) == (True, 8, None)
-    assert (optim.curriculum_steps, optim.curriculum_length_step, optim.curriculum_root_degree) == (4, 8, 2.0)
-    parts = "--curriculum-schedule fixed_discrete --curriculum-lengths 8 16 32 --curriculum-max-steps 3 6"
-    assert small(f"--curriculum-learning {parts}").optim.curriculum_max_steps == (3, 6)
-
-
-def test_prefixes_are_drawn_within_the_length_in_use() -> None:
-    assert small(GROWING + " --objective prefix --loss-on-targets-only").loss.loss_on_targets_only

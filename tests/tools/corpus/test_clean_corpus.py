@@ -92,11 +92,7 @@ def test_near_duplicates_and_contamination_by_flags(tmp_path: Path) -> None:
     kept = [json.loads(line)["id"] for line in gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).splitlines()]
     report = json.loads((tmp_path / "report.json").read_bytes())
     assert kept == [0, 4]
-    assert set(report["dropped_for"]) == {
-        "contaminated",
-        "near duplicate",
-        "repetition: in the most frequent 2-grams",
-    }
+    assert set(report["dropped_for"]) == {"contaminated", "near duplicate", "repetition: in the most frequent 2-grams"}
     assert b"Counting 5 word runs" in done.stderr
     contradiction = run(tmp_path, *words, "--min-ngram", "11")
     assert contradiction.returncode == 64 and b"--min-ngram 11 is more than --ngram 10" in contradiction.stderr

@@ -13,7 +13,6 @@ import pytest
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
-from trident.corpus.inputs import demo as demo_module
 from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, texts_of, train_byte_level
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
@@ -52,23 +51,6 @@ def test_the_demo_corpus_rejects_an_unwritable_path_and_a_small_size(tmp_path: P
     assert done.returncode == 64 and f"--output {tmp_path} is a folder" in done.stderr
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
-
-
-def test_an_unwritable_output_is_reported_before_the_corpus_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo_module, "corpus_documents", lambda: pytest.fail("read before the place was checked"))
-    with pytest.raises(StorageError, match="Is a directory"):
-        demo_module.write_demo_corpus(tmp_path, 10_000_000)
-
-
-def test_a_python_without_enough_text_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "corpus_documents", lambda: iter([("a", "b" * 300)]))
-    with pytest.raises(
-        DataError, match=r"Only 3\d\d bytes of source text are in this Python .*; 10000000 are required"
-    ):
-        demo_module.write_demo_corpus(tmp_path / "demo.jsonl", 10_000_000)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_trained_tokenizer_round_trips_everything(demo: Path, tmp_path: Path) -> None:

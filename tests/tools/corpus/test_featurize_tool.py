@@ -109,10 +109,7 @@ def test_a_dataset_of_the_library(folder: Path, report: str, monkeypatch: pytest
         ("--data-prefix a --output-path o --runner beam", "--data-prefix a cannot be combined with --runner beam"),
         ("--data-prefix a --output-path o --no-overlap --stride 128", "--no-overlap requires --stride 254"),
         ("--data-prefix a --output-path o --overlap --stride 254", "below the 254 tokens of a window, not 254"),
-        (
-            "--data-prefix a --output-path o --num-special-token-reserved 3",
-            "--num-special-token-reserved 3 is unknown",
-        ),
+        ("--data-prefix a --output-path o --num-special-token-reserved 3", "--num-special-token-reserved 3 is unknown"),
         ("--input a --output-path o --tokenizer-model t --num-shards 100000", "--num-shards 100000 is out of range"),
     ],
 )

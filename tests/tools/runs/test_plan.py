@@ -31,11 +31,7 @@ def test_a_schedule_is_drawn_and_what_is_written_is_read(tmp_path: Path, capsys:
     words = ["--pipeline-schedule", "zbv", "--pipeline-model-parallel-size", "2", "--micro-batches", "3"]
     assert plan.main([*words, "--draw", str(picture), "--csv", str(file)]) == 0
     first = capsys.readouterr().out.splitlines()
-    assert first[-3:] == [
-        "activations held, in micro-batches of a stage, by rank: 2 2",
-        str(picture),
-        str(file),
-    ]
+    assert first[-3:] == ["activations held, in micro-batches of a stage, by rank: 2 2", str(picture), str(file)]
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     assert plan.main(["--pipeline-schedule", str(file)]) == 0
     second = capsys.readouterr().out.splitlines()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from xml.etree import ElementTree
 
 import pytest
@@ -52,12 +51,6 @@ def test_boxes_say_what_they_are() -> None:
     assert "backward" not in texts and "paler: later chunk" not in svg(small("1f1b"))
 
 
-def test_kinds_and_chunks_differ_in_color() -> None:
-    fills = set(re.findall(r'class="box" fill="(#\w+)" fill-opacity="([\d.]+)"', svg(small("interleaved-zb", 3))))
-    assert len(fills) == 3 * 3
-    assert {opacity for _, opacity in fills} == {"1", "0.675", "0.35"}
-
-
 def test_lines_of_a_wide_terminal_have_micro_batches() -> None:
     lines = text_lines(build_schedule("1f1b", 2, 1, 2), 80)
     assert lines == [
@@ -75,9 +68,3 @@ def test_lines_of_a_narrow_terminal_have_letters() -> None:
     cut = text_lines(small("v-1f1b"), 20)
     assert all(len(line) <= 20 for line in cut[1:4])
     assert cut[-1].startswith("The terminal shows 13 of ") and "--draw FILE.svg draws all" in cut[-1]
-
-
-def test_colors_of_a_terminal_change_no_text() -> None:
-    plain, colored = (text_lines(small("zb-h1"), 200, in_color=in_color) for in_color in (False, True))
-    assert any("\x1b[" in line for line in colored)
-    assert [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in colored] == plain
