@@ -46,21 +46,6 @@ def test_every_activation_and_its_gated_form(name: str) -> None:
         assert torch.autograd.gradcheck(lambda both: gated(both, name), pair)
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gated_gradients_in_training_precision(name: str, dtype: torch.dtype) -> None:
-    x = torch.randn(3, 5, 2, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
-    gradients = []
-    for precision in (torch.float64, dtype):
-        pair = x.detach().to(precision).requires_grad_()
-        y = gated(pair, name)
-        assert y.dtype == precision and y.shape == (3, 5, 8)
-        y.backward(torch.ones_like(y))
-        gradients.append(pair.grad.double())
-    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-    torch.testing.assert_close(gradients[1], gradients[0], atol=tolerance, rtol=tolerance)
-
-
 @pytest.mark.parametrize("implementation", Implementation)
 @pytest.mark.parametrize("name", ["quick_gelu", "silu"])
 def test_a_limit_and_an_offset_are_those_of_gpt_oss(name: str, implementation: Implementation) -> None:
@@ -145,23 +130,3 @@ def test_torch_knows_the_operation(compiled: Library) -> None:
         torch.library.opcheck(torch.ops.megatron.activation.default, inputs)
         plain = (part.detach() if isinstance(part, torch.Tensor) else part for part in inputs)
         torch.library.opcheck(torch.ops.megatron.activation_backward.default, (gradient, *plain))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ((torch.zeros(3, 4), None, 0, True), r"x has the shape \[3, 4\]; a gated unit needs \[..., 2, f\]"),
-        ((torch.zeros(()), None, 0, False), "it needs at least one dimension"),
-        ((torch.zeros(3, 4), torch.zeros(5), 0, False), r"bias is \[5\] on cpu; for x \[3, 4\] .* must be \[4\]"),
-        ((torch.zeros(3, 4), None, 9, False), "function is 9; the codes run from 0"),
-        ((torch.zeros(3, 4, dtype=torch.int32), None, 0, False), "expected float32, float64, float16 or bfloat16"),
-    ],
-)
-def test_wrong_arguments_are_refused(compiled: Library, arguments: tuple[object, ...], sentence: str) -> None:
-    with pytest.raises(RuntimeError, match=sentence):
-        torch.ops.megatron.activation(*arguments)
-
-
-def test_a_gradient_of_another_shape_is_refused(compiled: Library) -> None:
-    with pytest.raises(RuntimeError, match=r"the gradient is Float\[2, 4\] for x Float\[3, 4\]"):
-        torch.ops.megatron.activation_backward(torch.zeros(2, 4), torch.zeros(3, 4), None, 0, False)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.kernels.choice import Implementation
-from megatron.kernels.cross_entropy import LossGradients, logit_gradient, logit_statistics
+from megatron.kernels.cross_entropy import LossGradients, logit_gradient
 from megatron.kernels.native.library import Library
 from megatron.parallel.mesh import Axis
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_losses
@@ -36,27 +36,6 @@ def test_the_gradient_is_the_derivative_of_the_losses(compiled: Library, impleme
         logits.detach(), labels, normalizer.detach(), gradients, 6, 9, softcap=2.0, implementation=implementation
     )
     torch.testing.assert_close(found, own.grad, rtol=1e-6, atol=1e-8)
-
-
-def test_views_threads_and_not_a_number(compiled: Library) -> None:
-    wide = torch.randn(70, 40, 33)
-    transposed, offset = wide[0].t(), wide[1:, 3, 1:]
-    for view in (transposed, offset):
-        labels = torch.zeros(view.shape[0], dtype=torch.int64)
-        settings = (labels, view.logsumexp(1), LossGradients(torch.ones(view.shape[0])), view.shape[1], 40)
-        found, reference = (logit_gradient(view, *settings, implementation=chosen) for chosen in (CSRC, TORCH))
-        torch.testing.assert_close(found, reference, rtol=1e-5, atol=1e-6)
-        sums, expected = (
-            logit_statistics(view, labels, view.shape[1], implementation=chosen) for chosen in (CSRC, TORCH)
-        )
-        torch.testing.assert_close(sums[:3], expected[:3], rtol=1e-6, atol=1e-6)
-    with pytest.raises(RuntimeError, match="columns of logits are 33 entries apart; to be written over"):
-        column, one = labels[:33], LossGradients(None)
-        logit_gradient(transposed, column, column.float(), one, 40, 40, in_place=True, implementation=CSRC)
-    many, labels = wide.view(70, -1), torch.zeros(70, dtype=torch.int64)
-    many[0, 1299] = float("nan")
-    total = logit_statistics(many, labels, 1300, implementation=CSRC).total
-    assert total[0].isnan() and not total[1:].isnan().any()
 
 
 def test_torch_knows_the_operations(compiled: Library) -> None:
@@ -109,19 +88,3 @@ def test_gradients_of_the_head_survive_a_factor_of_zero(derivative: float) -> No
     for others in found[1:]:
         for expected, other in zip(found[0], others, strict=True):
             torch.testing.assert_close(other, expected)
-
-
-def test_wrong_shapes_are_refused(compiled: Library) -> None:
-    logits, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
-    cases = [
-        ((logits[0], labels, 4), "logits have 1 dimensions; they need rows and columns"),
-        ((logits, labels[:1], 4), r"labels are Long\[1\]; they must be int64 with one entry for each of the 2 rows"),
-        ((logits, labels.int(), 4), r"labels are Int\[2\]; they must be int64"),
-        ((logits, labels, 5), "5 valid columns of 4; there cannot be more"),
-    ]
-    for arguments, sentence in cases:
-        with pytest.raises(RuntimeError, match=sentence):
-            logit_statistics(*arguments, implementation=CSRC)
-    with pytest.raises(RuntimeError, match=r"of_label has the shape \[3\]; it needs one entry for each of the 2 rows"):
-        one = LossGradients(torch.ones(3))
-        logit_gradient(logits, labels, torch.zeros(2), one, 4, 4, implementation=CSRC)

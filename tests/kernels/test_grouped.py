@@ -90,15 +90,6 @@ def test_without_rows_no_kernel_is_called(generation: int, monkeypatch: pytest.M
     assert weight.grad is not None and not weight.grad.any()
 
 
-def test_only_what_needs_a_gradient_gets_one() -> None:
-    x, weight = operands(4, torch.float32)
-    grouped_linear(x.detach(), weight, torch.tensor(ENDS["all filled"])).sum().backward()
-    assert weight.grad is not None
-    weight.grad = None
-    grouped_linear(x, weight.detach(), torch.tensor(ENDS["all filled"])).sum().backward()
-    assert x.grad is not None and weight.grad is None
-
-
 @pytest.mark.parametrize(
     ("generation", "version", "expected"),
     [
@@ -132,10 +123,6 @@ def test_without_torchs_kernel_there_is_the_loop(monkeypatch: pytest.MonkeyPatch
     ends = ENDS["all filled"]
     for value, known in zip(found(x, weight, ends), expected(x, weight, ends), strict=True):
         assert (value.double() - known).abs().max() <= 2e-2 * known.abs().max()
-
-
-def test_a_tensor_outside_gpus_has_no_generation() -> None:
-    assert grouped._generation(torch.zeros(1)) == 0
 
 
 class _KernelOfBlackwell(torch.autograd.Function):

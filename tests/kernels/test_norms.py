@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from megatron.kernels.choice import Implementation, Kernels
+from megatron.kernels.choice import Implementation
 from megatron.kernels.native.library import Library
 from megatron.kernels.norms import add_norm, layer_norm, rms_norm
-from megatron.parallel.mesh import ParallelMesh
-from tests.helpers.networks import build_gpt, forward, tiny_config
 
 CSRC = Implementation.CSRC
 KINDS = ("layer", "layer without bias", "rms")
@@ -68,12 +62,6 @@ def test_norms_equal_their_formulas(kind: str, zero_centered: bool, dtype: torch
     tolerance = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 5e-2}[dtype]
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_gradcheck_of_rms_norm(zero_centered: bool) -> None:
-    x, weight, _, _ = _case(torch.float64, 3, 6)
-    assert torch.autograd.gradcheck(lambda *both: rms_norm(*both, EPS, zero_centered=zero_centered), (x, weight))
 
 
 def test_where_half_precision_is_rounded() -> None:
@@ -175,46 +163,6 @@ def test_torch_knows_the_compiled_norms(compiled: Library) -> None:
         torch.autograd.grad(rms_norm(x, weight, EPS, implementation=CSRC).sum(), x, create_graph=True)
 
 
-def test_compiled_norms_in_compiled_functions(compiled: Library) -> None:
-    x, weight, bias, gradient = _case(torch.float32, 4, 24)
-
-    branch_bias = bias.detach().bfloat16().requires_grad_()
-
-    def norm(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        settings = {"subtract_mean": True, "branch_bias": branch_bias, "implementation": CSRC}
-        total, y = add_norm(x, residual, weight, bias, EPS, **settings)
-        return total.sin() + y
-
-    leaves = (x, weight, bias, branch_bias)
-    expected = torch.autograd.grad(norm(x, gradient), leaves, gradient)
-    found = torch.autograd.grad(torch.compile(norm, backend="aot_eager", fullgraph=True)(x, gradient), leaves, gradient)
-    assert found[-1].dtype == torch.bfloat16
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(one, other)
-    assert rms_norm(x.to("meta"), weight.to("meta"), EPS, implementation=CSRC).shape == x.shape
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"weight": torch.ones(3)}, r"weight must have one entry for each of the 4 columns of x; its shape is \[3\]"),
-        ({"bias": torch.ones(4, dtype=torch.int64)}, "bias is Long; it must have a floating-point dtype"),
-        ({"x": torch.tensor(1.0)}, "x has no dimensions; it needs at least one"),
-        ({"x": torch.ones(2, 4, dtype=torch.int64)}, "expected float32, float64, float16 or bfloat16, not Long"),
-        ({"residual": torch.ones(3, 4)}, r"residual is Float\[3, 4\] and x is Float\[2, 4\]; both must have"),
-        (
-            {"residual": torch.ones(2, 4), "branch_bias": torch.ones(2)},
-            r"branch_bias must have one entry for each of the 4 columns of x; its shape is \[2\]",
-        ),
-    ],
-)
-def test_wrong_inputs_are_refused(compiled: Library, changes: dict[str, torch.Tensor], sentence: str) -> None:
-    given = {"x": torch.ones(2, 4), "weight": torch.ones(4), "bias": None, **changes}
-    operation: Callable[..., object] = partial(add_norm, subtract_mean=True) if "residual" in changes else layer_norm
-    with pytest.raises(RuntimeError, match=sentence):
-        operation(**given, eps=EPS, implementation=CSRC)
-
-
 def _add_rms(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, branch_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,34 +192,3 @@ def test_bias_of_a_branch(compiled: Library) -> None:
             assert all(torch.equal(one, wanted[index]) for one, index in zip(found, places, strict=True))
     with torch.no_grad():
         assert torch.equal(_add_rms(x, residual, weight, branch_bias)[1], y)
-
-
-def _network_gradients(implementation: Implementation, **changes: Any) -> dict[str, torch.Tensor]:
-    """Logits of a small network and the gradients of its parameters."""
-    mesh = dataclasses.replace(ParallelMesh.single(), kernels=Kernels(norm=implementation))
-    model = build_gpt(tiny_config(**changes), mesh)
-    tokens = torch.arange(32).view(2, 16) * 7 % 101
-    logits = forward(model, tokens, torch.arange(2))
-    logits.square().mean().backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {"logits": logits.detach(), **found}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"hidden_dropout": 0.0, "attention_dropout": 0.0},
-        {"hidden_dropout": 0.1, "normalization": "RMSNorm", "norm_placement": "sandwich", "qk_layernorm": True},
-        {"hidden_dropout": 0.0, "norm_placement": "post", "apply_layernorm_1p": True},
-        {"hidden_dropout": 0.0, "parallel_residual": True, "embed_layernorm": True},
-    ],
-)
-def test_networks_are_the_same(compiled: Library, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = _network_gradients(Implementation.TORCH, **changes)
-    # The compiled network calls no norm of torch's.
-    monkeypatch.setattr(F, "layer_norm", None)
-    monkeypatch.setattr("megatron.kernels.norms._RMSNorm", None)
-    found = _network_gradients(CSRC, **changes)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=1e-5 * max(1.0, value.abs().max().item()), rtol=1e-4)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import products
-from megatron.kernels.attention.dense import attention
 from megatron.kernels.products import (
     batched_product,
     has_bfloat16_products,
@@ -131,14 +130,6 @@ def test_wide_products_of_pairs_are_as_exact_as_torchs(monkeypatch: pytest.Monke
         assert (ours - reference).abs().max() <= 2**-8 * reference.abs().max()
 
 
-def test_attention_goes_through_float32_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, key, value = torch.randn(3, 1, 2, 64, 4).bfloat16().unbind()
-    monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
-    found = attention(query, key, value, 0.5, causal=True)
-    exact = attention(query.float(), key.float(), value.float(), 0.5, causal=True)
-    assert torch.equal(found, exact.bfloat16())
-
-
 def test_only_bfloat16_on_a_cpu_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "has_bfloat16_products", lambda: False)
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -159,13 +150,6 @@ def test_products_of_generation_are_as_exact_as_torchs() -> None:
                 found = linear(x, weight, own)
             # float32 sums of 65 products of about 1
             torch.testing.assert_close(found.double(), exact, rtol=0, atol=65 * 2**-24 * 16)
-
-
-def test_training_and_evaluation_keep_torchs_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "has_onednn_product", lambda: pytest.fail("asked outside of generation"))
-    x, weight = torch.randn(2, 3), torch.randn(4, 3)
-    with torch.no_grad():
-        assert torch.equal(linear(x, weight), F.linear(x, weight))
 
 
 def test_packed_weights_are_as_exact_as_torchs() -> None:
@@ -223,16 +207,3 @@ def test_the_product_adds_to_a_float32_sum_where_torch_has_it(form: str) -> None
     exact, rounded = a.float() @ b.float(), (a @ b).float()
     assert torch.equal(total, 2 * (exact if can_add else rounded)) and fake.calls == 4 * can_add
     assert torch.equal(2 * replaced, total) and not torch.equal(exact, rounded)
-
-
-def test_products_of_one_dtype_are_added_as_ever() -> None:
-    a, b, total = torch.full((2, 3), 2.0), torch.ones(3, 2), torch.ones(2, 2)
-    products.add_product_(total, a, b)
-    assert total.tolist() == [[7.0, 7.0]] * 2
-    assert products.can_add_product(total, torch.float32)
-    assert not products.can_add_product(total, torch.bfloat16) and not products.can_add_product(total.half(), a.dtype)
-    products.add_product_(total, a, b)
-    assert total.tolist() == [[13.0, 13.0]] * 2
-    total.fill_(torch.nan)
-    products.add_product_(total, a, b, replaces=True)
-    assert total.tolist() == [[6.0, 6.0]] * 2 and products.product_in_float32(a, b).tolist() == [[6.0, 6.0]] * 2

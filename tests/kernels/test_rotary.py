@@ -31,17 +31,6 @@ def test_pairs_turn_like_complex_numbers(width: int, batch: int, interleaved: bo
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_strided_queries_of_a_fused_product(interleaved: bool) -> None:
-    x, cos, sin = _case(8, 1)
-    strided = x.detach().permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3).requires_grad_()  # [b, a, s, d]
-    y, expected = rotate(strided, cos, sin, interleaved=interleaved), rotate(x, cos, sin, interleaved=interleaved)
-    gradient = torch.randn(y.shape, dtype=y.dtype)
-    y.backward(gradient)
-    expected.backward(gradient)
-    assert torch.equal(y, expected) and torch.equal(strided.grad, x.grad)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
 def test_half_precision_is_rounded_once(interleaved: bool) -> None:
     x, cos, sin = _case(8, 1, torch.bfloat16)
     tables = cos.float(), sin.float()
@@ -88,20 +77,3 @@ def test_torch_knows_the_compiled_rotations(compiled: Library) -> None:
         torch.library.opcheck(operations.join_heads.default, (*(part.detach() for part in gradients), sums_dtype))
     assert torch.autograd.gradcheck(lambda x: operations.rotary_split(x, *table, True), qkv)
     assert torch.autograd.gradcheck(lambda one, other: operations.rotary(one, other, *table, False, True), (query, key))
-
-
-def test_compiled_rotation_refuses_what_does_not_fit(compiled: Library) -> None:
-    x, table = torch.zeros(2, 3, 5, 8), torch.zeros(1, 1, 5, 4)
-    rotary, split = torch.ops.megatron.rotary, torch.ops.megatron.rotary_split
-    with pytest.raises(RuntimeError, match=r"at most 4 pairs, for 2 samples of 5 tokens, not \[1, 1, 4, 4\]"):
-        rotary(x, x, table[:, :, 1:], table[:, :, 1:], False, False)
-    with pytest.raises(RuntimeError, match="must both be float32 or Float, not Double and Double"):
-        rotary(x, x, table.double(), table.double(), False, False)
-    with pytest.raises(RuntimeError, match=r"queries and keys must be .*, not \[2, 3, 5, 8\] Float .* \[2, 3, 4, 8\]"):
-        rotary(x, x[:, :, 1:], table, table, False, False)
-    with pytest.raises(RuntimeError, match=r"queries of a group \+ 2, d\], not \[2, 3, 5, 8\]"):
-        split(x, table, table, False)
-    with pytest.raises(RuntimeError, match="must be a multiple of those of keys and values, not 3, 2 and 2"):
-        torch.ops.megatron.rotary_join(x, x[:, :2], x[:, :2], table, table, False)
-    with pytest.raises(RuntimeError, match="must be a multiple of those of keys and values, not 3, 2 and 2"):
-        torch.ops.megatron.join_heads(x, x[:, :2], x[:, :2], None)

@@ -1,8 +1,7 @@
-"""Encoders against BERT in plain PyTorch; what a token sees; sizes, initial values, and generation refused."""
+"""Encoders against BERT in plain PyTorch; what a token sees; initial values, and generation refused."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from megatron.errors import ConfigError
 from megatron.model.bert import bert_layers
 from megatron.model.interface.key_value_cache import BatchCaches
-from megatron.model.interface.network import LayerStack, parameter_names
-from megatron.model.interface.step_context import MaskKind, Recompute, StepContext, StepSettings
+from megatron.model.interface.network import LayerStack
+from megatron.model.interface.step_context import MaskKind, StepContext, StepSettings
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.networks import SEED, tiny_config
@@ -103,28 +102,6 @@ def test_without_segments_every_token_sees_all() -> None:
     assert ((logits[0] - logits[1]).abs().amax(-1) > 1e-6).all()
 
 
-@pytest.mark.parametrize("recompute", [Recompute.ATTENTION, Recompute.BLOCKS])
-def test_recomputation_changes_nothing(recompute: Recompute) -> None:
-    text, gradients = masked_text(RECIPE, 1), []
-    for kind in (Recompute.NONE, recompute):
-        stack = build({**ORIGINAL, "hidden_dropout": 0.1, "attention_dropout": 0.1})
-        context = dataclasses.replace(context_of(text), recompute=kind, shared={})
-        logits, order = stack(text.tokens, context)
-        (logits.square().mean() + order.square().mean()).backward()
-        gradients.append([parameter.grad for parameter in stack.parameters()])
-    for plain, recomputed in zip(*gradients, strict=True):
-        assert torch.equal(plain, recomputed)
-
-
-@pytest.mark.parametrize("changes", [BERT, ORIGINAL, {**BERT, "untie_embeddings_and_output_weights": True}])
-def test_costs_count_the_parameters_of_every_layer(changes: dict[str, Any]) -> None:
-    layers = bert_layers(tiny_config(**changes), MESH)
-    for spec, layer in LayerStack(layers).named_layers():
-        shared = "weight" if spec.tied_to is not None else None
-        own = [shard_spec_of(p).box_numel for name, p in layer.named_parameters() if name != shared]
-        assert spec.cost.parameters == sum(own), spec.name
-
-
 def test_initial_values_are_those_of_the_role() -> None:
     stack = LayerStack(
         bert_layers(tiny_config(**BERT, hidden_size=64, use_mup=True, mup_base_hidden_size=16), MESH), seed=SEED
@@ -141,19 +118,6 @@ def test_initial_values_are_those_of_the_role() -> None:
         assert found[name].std().item() == pytest.approx(std, rel=0.2), name
         assert shard_spec_of(found[name]).lr_multiplier == rate
     assert not found["output_layer.bias"].any()
-
-
-def test_a_shared_matrix_has_one_name_and_the_parts_of_the_head_their_own() -> None:
-    names = [name for name in parameter_names(bert_layers(tiny_config(**BERT), MESH)) if "layers." not in name]
-    assert [name for name in names if "word_embeddings" in name] == ["embedding.word_embeddings.weight"]
-    assert [name for name in names if name.startswith("output_layer")] == [
-        f"output_layer.{part}"
-        for part in (
-            "bias",
-            *("lm_head.dense.weight", "lm_head.dense.bias", "lm_head.layer_norm.weight", "lm_head.layer_norm.bias"),
-            *("pooler.dense.weight", "pooler.dense.bias", "binary_head.weight", "binary_head.bias"),
-        )
-    ]
 
 
 def test_cached_generation_is_refused() -> None:

@@ -1,7 +1,8 @@
 """Capture of a micro-batch in a CUDA graph: operations, sizes and memory must not depend on values.
 
 Two micro-batches of other values in the same static inputs must run the same operations, on results of the same sizes,
-with the same memory from outside.
+with the same memory from outside. A graph refuses copies from the host, and without a graph the host waits for them: a
+tensor that is made without a device lies on the default one, which is `meta` here, where computing with it fails.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config import ModelConfig, ParallelRequest
 from megatron.model.blocks.experts import Experts
-from megatron.model.interface.step_context import Recompute, StepSettings
+from megatron.model.interface.step_context import MaskKind, Recompute, StepSettings
 from megatron.objective.language_model import LanguageModelObjective
 from megatron.objective.multi_token import MultiTokenObjective
 from megatron.parallel.joining import open_mesh
@@ -98,21 +99,24 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 class MicroBatch:
-    """The static inputs of a network, and one pass over them.
+    """The static inputs of a network, and one pass over them."""
 
-    Args:
-        config: the architecture.
-    """
-
-    def __init__(self, config: ModelConfig, recompute: Recompute) -> None:
+    def __init__(self, config: ModelConfig, recompute: Recompute = Recompute.NONE, **options: Any) -> None:
         mesh = ParallelMesh.single()
         self.stack = build_gpt(config, mesh)
         self.objective, depths = LanguageModelObjective(mesh.tp, config.vocab_size), config.mtp_num_layers
         if depths:
             self.objective = MultiTokenObjective(mesh.tp, config.vocab_size, depths=depths)
         self.settings = StepSettings(
-            seed=SEED, factored_logits=True, holds_parameters=True, recompute=recompute, has_tokens=depths > 0
+            seed=SEED,
+            factored_logits=True,
+            holds_parameters=True,
+            recompute=recompute,
+            has_tokens=depths > 0,
+            **options,
         )
+        segments = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
+        self.segments = segments if self.settings.needs_segments else None
         self.tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
         self.labels = torch.zeros((1 + depths) * BATCH, LENGTH, dtype=torch.int64)
         self.sample_ids = torch.zeros_like(self.tokens[:, 0])
@@ -128,7 +132,7 @@ class MicroBatch:
     def loss(self) -> torch.Tensor:
         """Forward and loss."""
         tokens = self.tokens if self.settings.has_tokens else None
-        context = self.settings.context(self.sample_ids, first_sample=0, tokens=tokens)
+        context = self.settings.context(self.sample_ids, self.segments, first_sample=0, tokens=tokens)
         outputs = self.stack(self.tokens, context)
         targets = {"labels": self.labels, "loss_mask": self.weights}
         if tokens is not None:
@@ -182,3 +186,42 @@ def test_experts_with_a_capacity_on_other_ranks_read_nothing() -> None:
         names = [name for name, *_ in first]
         assert first == second and sum("alltoall" in name for name in names) == 4
         assert not {"aten._local_scalar_dense.default", "aten.nonzero.default"} & set(names)
+
+
+SCALED_BY_LENGTH: dict[str, Any] = {"rope_scaling_type": "dynamic", "rope_scaling_factor": 2.0}
+LLAMA_3: dict[str, Any] = {"rope_scaling_type": "llama3", "rope_scaling_factor": 8.0}
+WINDOWS: dict[str, Any] = {"attention_window": 4, "rotary_base_windowed": 100.0, "attention_window_pattern": (1, 0)}
+PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+DOCUMENTS: dict[str, Any] = {"mask": MaskKind.DOCUMENTS, "restart_positions": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        (FORMS["gpt"], {}),
+        (PLAIN, DOCUMENTS),
+        ({**PLAIN, "position_embedding_type": "alibi"}, {}),
+        *((FORMS[name], {}) for name in ("llama", "gemma", "experts with a capacity")),
+        (FORMS["llama"], DOCUMENTS),
+        *(({**FORMS["llama"], **changes}, {}) for changes in (LLAMA_3, SCALED_BY_LENGTH, WINDOWS)),
+    ],
+)
+def test_no_tensor_of_a_micro_batch_comes_from_the_host(changes: dict[str, Any], options: dict[str, Any]) -> None:
+    batch, losses = MicroBatch(tiny_config(**changes), **options), []
+    for device in ("cpu", "meta"):  # a tensor made once for all micro-batches may be copied in the first
+        with torch.device(device):
+            loss = batch.loss()
+            loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_what_is_kept_depends_on_the_length_where_frequencies_do() -> None:
+    config = tiny_config(**FORMS["llama"], **SCALED_BY_LENGTH, rope_original_max_positions=4)
+    network, settings = build_gpt(config), StepSettings(seed=SEED)
+    generator = torch.Generator().manual_seed(1)
+    for length in (3, 6, 12, 6):
+        tokens = torch.randint(0, 101, (BATCH, length), generator=generator)
+        kept = network(tokens, settings.context(torch.arange(BATCH)))
+        assert torch.equal(kept, network(tokens, StepSettings(seed=SEED).context(torch.arange(BATCH))))
+    assert len(settings.kept) == 3

@@ -10,8 +10,8 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.kernels.initial_values import Distribution
-from megatron.model.initial_values import ParameterRole, initial_std, lr_multiplier, role_of
-from megatron.parallel.shard_spec import Dimension, ShardSpec, shard_spec_of
+from megatron.model.initial_values import ParameterRole, initial_std, lr_multiplier
+from megatron.parallel.shard_spec import shard_spec_of
 from tests.helpers.networks import build_gpt, tiny_config
 
 FIRST, SECOND = "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc2.weight"
@@ -29,25 +29,6 @@ def deviations(model: ModelConfig) -> dict[str, float]:
     """The standard deviation that the spec of every matrix names."""
     specs = {name: shard_spec_of(parameter) for name, parameter in build_gpt(model).named_parameters()}
     return {name: spec.init_std for name, spec in specs.items() if spec.is_matrix}
-
-
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        (TABLE, ParameterRole.EMBEDDING),
-        ("embedding.position_embeddings.weight", ParameterRole.EMBEDDING),
-        (HEAD, ParameterRole.HEAD),
-        ("decoder.layers.0.self_attention.linear_qkv.weight", ParameterRole.HIDDEN),
-        ("decoder.layers.0.self_attention.linear_proj.weight", ParameterRole.RESIDUAL_OUTPUT),
-        ("decoder.layers.0.mlp.experts.linear_fc1.weight", ParameterRole.HIDDEN),
-        ("decoder.layers.0.mlp.shared_experts.linear_fc2.weight", ParameterRole.RESIDUAL_OUTPUT),
-        (ROUTER, ParameterRole.ROUTER),
-        ("something.new", ParameterRole.HIDDEN),
-    ],
-)
-def test_the_role_of_a_matrix_follows_from_its_name(name: str, role: ParameterRole) -> None:
-    assert role_of(name, ShardSpec((Dimension("out", 2), Dimension("in", 3)), is_matrix=True)) is role
-    assert role_of(name, ShardSpec.vector(3)) is ParameterRole.VECTOR
 
 
 def test_weights_are_normal_and_residual_outputs_scaled_unless_asked_otherwise() -> None:

@@ -61,22 +61,6 @@ def test_losses_of_sources_add_up_to_the_whole() -> None:
     assert torch.equal(result.loss_sum, LanguageModelObjective(Axis.single("tp"), 5)(LOGITS, targets).loss_sum)
 
 
-def test_inputs_and_targets_of_a_batch() -> None:
-    batch = Batch(
-        tokens=LABELS.numpy(),
-        labels=LABELS.numpy(),
-        loss_mask=MASK.numpy(),
-        sample_ids=np.arange(3),
-        segment_ids=None,
-        source_ids=np.array([0, 1, 0]),
-    )
-    plain, with_sources = (LanguageModelObjective(Axis.single("tp"), 5, sources) for sources in ((), ("a", "b")))
-    assert plain.inputs(batch)[0] is batch.tokens
-    assert plain.token_count(batch) == 6.0
-    assert list(plain.targets(batch)) == ["labels", "loss_mask"]
-    assert list(with_sources.targets(batch)) == ["labels", "loss_mask", "source_ids"]
-
-
 def test_a_mean_over_samples_weighs_short_and_long_samples_alike() -> None:
     mask = torch.cat([MASK[:2], torch.zeros(1, 3)])  # two, one and no label that count
     batch = Batch(LABELS.numpy(), LABELS.numpy(), mask.numpy(), np.arange(3), segment_ids=None)

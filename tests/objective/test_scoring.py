@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import numpy as np
 import torch
 
 from megatron.objective.base import sum_sizes
@@ -39,12 +36,3 @@ def test_a_micro_batch_of_padding_has_no_targets() -> None:
     result = OBJECTIVE(LOGITS, {"rows": nothing, "labels": nothing, "indices": nothing})
     assert result.token_count == 0 and result.loss_sum == 0
     assert all(not values.any() for values in result.metrics.values())
-
-
-def test_a_batch_is_read_by_name() -> None:
-    indices = np.array([3, 0])
-    batch = SimpleNamespace(tokens=np.ones((2, 3)), rows=indices + 1, labels=indices + 2, indices=indices)
-    assert OBJECTIVE.inputs(batch) == (batch.tokens,)
-    assert list(OBJECTIVE.targets(batch)) == ["rows", "labels", "indices"]
-    assert OBJECTIVE.targets(batch)["indices"] is indices
-    assert OBJECTIVE.token_count(batch) == 2.0

@@ -104,32 +104,6 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
     assert texts(generate_all(loaded, [long])) == texts([recompute(loaded, long)])
 
 
-def test_memory_follows_the_tokens_in_use() -> None:
-    loaded = load({"max_position_embeddings": 200})
-    engine = GenerationEngine(loaded)
-    block = 32
-    bytes_of_a_token = 2 * 2 * 36 * 4  # layers, keys and values, channels, float32
-    engine.add(Request("a", (1,) * 40, 60, GREEDY))
-    engine.add(Request("b", (1,), 20, GREEDY))
-    lengths = {"a": 40, "b": 1}
-    while not engine.is_idle:
-        ended = [token.request_id for token in engine.step() if token.finish]
-        for request_id in ended:
-            del lengths[request_id]
-        blocks = sum(-(-length // block) for length in lengths.values())
-        assert engine.cache_bytes == blocks * block * bytes_of_a_token
-        lengths = {request_id: length + 1 for request_id, length in lengths.items()}
-
-
-def test_a_request_waits_until_its_whole_text_has_room() -> None:
-    engine = GenerationEngine(load(), max_tokens=64)  # two blocks; every text of this network takes one
-    for request in mixed_requests(3, new_tokens=4):
-        engine.add(request)
-    engine.step()
-    assert (len(engine._schedule.running), len(engine._schedule.waiting)) == (2, 1)
-    assert {request_id: len(tokens) for request_id, tokens in steps(engine).items()} == {"0": 3, "1": 3, "2": 4}
-
-
 def test_requests_that_can_never_be_served() -> None:
     engine = GenerationEngine(load({"max_position_embeddings": 100}), max_tokens=64)
     with pytest.raises(ConfigError, match=r"may grow to 96 tokens \(50 of the prompt.*room for 64"):

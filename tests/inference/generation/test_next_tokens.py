@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.errors import NumericsError
-from megatron.inference.generation.next_tokens import FailedChoice, choose_on_all, finish_of, last_length, verify_on_all
+from megatron.inference.generation.next_tokens import choose_on_all, finish_of, last_length
 from megatron.inference.generation.request import Request
-from megatron.inference.sampling import Chooser, Sampling, TokenChoice
+from megatron.inference.sampling import Chooser
 from tests.inference.networks import GREEDY, load
 
 REQUEST = Request("a", (1, 2, 3), 5, GREEDY, stop_ids=frozenset({7}))
@@ -31,27 +31,3 @@ def test_of_equal_scores_the_lowest_token_is_chosen() -> None:
     assert choose_on_all(scores, [Chooser(GREEDY, (1,))], load())[0].token == 20
     with pytest.raises(NumericsError, match="NaN"):
         choose_on_all(scores * float("nan"), [Chooser(GREEDY, (1,))], load())
-
-
-class Broken(Chooser):
-    """A row whose draw fails."""
-
-    def draw(self) -> float:
-        raise ZeroDivisionError("the draw of this row")
-
-
-def test_a_row_that_fails_fails_alone() -> None:
-    """The others choose what they choose by themselves, at this step and at the next."""
-    loaded, drawn = load(), Sampling(temperature=2.0, seed=3)
-    scores = torch.randn(3, 132, generator=torch.Generator().manual_seed(1))
-    rows = [Chooser(drawn, (1,), 0), Broken(drawn, (1,), 1), Chooser(drawn, (1,), 2)]
-    alone = [Chooser(drawn, (1,), 0), Chooser(drawn, (1,), 2)]
-    for _ in range(3):
-        found = [one for (one,) in verify_on_all(scores, rows, [()] * 3, loaded)]
-        assert [found[0], found[2]] == list(choose_on_all(scores[[0, 2]], alone, loaded))
-        assert isinstance(found[0], TokenChoice)
-        assert isinstance(found[1], FailedChoice) and "ZeroDivisionError: the draw of this row" in found[1].reason
-    with pytest.raises(RuntimeError, match="the draw of this row"):
-        choose_on_all(scores, rows, loaded)
-    with pytest.raises(NumericsError, match="NaN"):
-        verify_on_all(scores * float("nan"), rows, [()] * 3, loaded)

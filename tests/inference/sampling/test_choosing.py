@@ -85,13 +85,6 @@ def test_draws_follow_the_distribution(name: str) -> None:
     assert value < LIMITS[freedom]
 
 
-def test_the_distribution_test_notices_other_distributions() -> None:
-    drawn = _tokens(torch.tensor([BASE]).log().expand(DRAWS, -1), Sampling(seed=7), range(DRAWS))
-    value, freedom = _statistic(drawn, (0.36, 0.22, 0.2, 0.1, 0.06, 0.06))
-    assert value > LIMITS[freedom]
-    assert _statistic(drawn, (0.4, 0.2, 0.2, 0.1, 0.1, 0))[0] == math.inf
-
-
 def test_the_draws_of_one_sequence_follow_the_distribution_and_do_not_depend_on_each_other() -> None:
     chooser = Chooser(Sampling(seed=5), [])
     scores = torch.tensor([[0.5, 0.5]]).log()
@@ -168,11 +161,6 @@ def test_what_is_chosen_for_a_row_does_not_depend_on_the_others(rows: list[Sampl
         assert found == [choose(of_step[row : row + 1], [alone[row]])[0] for row in present]
 
 
-def test_masked_tokens_are_never_chosen() -> None:
-    scores = torch.tensor([[0.0, float("-inf"), 0.0]]).expand(200, -1)
-    assert set(_tokens(scores, Sampling(seed=1), range(200))) == {0, 2}
-
-
 def test_log_probabilities_are_the_networks() -> None:
     sampling = Sampling(temperature=0.3, top_k=2, logit_bias=((4, 100.0),))
     chooser = Chooser(sampling, [], top_logprobs=3)
@@ -202,16 +190,8 @@ def test_unusable_scores_are_refused(row: list[float], says: str, greedy: bool) 
         choose(scores, [Chooser(Sampling(greedy=greedy), [], sample) for sample in (11, 12)])
 
 
-PROBABILITIES = torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])
-SCORES = PROBABILITIES.log()
-
-
 def _distribution(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return warp(scores, [sampling] * len(scores)).softmax(-1)
-
-
-def _kept(**settings: Any) -> list[int]:
-    return torch.nonzero(_distribution(SCORES, Sampling(**settings))[0]).flatten().tolist()
 
 
 def _adjusted(scores: torch.Tensor, sampling: Sampling, prompt: list[int], text: list[int]) -> torch.Tensor:
@@ -226,64 +206,6 @@ def test_no_temperature_overflows(temperature: float) -> None:
     found = _distribution(torch.tensor([[900.0, 899.0, -1e30, float("-inf")]]), Sampling(temperature=temperature))
     expected = [[1.0, 0.0, 0.0, 0.0]] if temperature < 1 else [[1 / 3, 1 / 3, 1 / 3, 0.0]]
     torch.testing.assert_close(found, torch.tensor(expected))
-
-
-@pytest.mark.parametrize(
-    ("top_p", "kept"),
-    # the token that crosses the threshold stays: 0.5 alone reaches 0.45; 0.5 + 0.2 crosses 0.6; and so on
-    [(0.0, 5), (1e-30, 1), (0.01, 1), (0.45, 1), (0.6, 2), (0.75, 3), (0.9, 4), (0.97, 5), (1.0, 5)],
-)
-def test_top_p_keeps_the_first_past_the_threshold(top_p: float, kept: int) -> None:
-    found = _distribution(SCORES, Sampling(top_p=top_p))
-    assert int((found > 0).sum()) == kept
-    torch.testing.assert_close(found[0, :kept], PROBABILITIES[0, :kept] / PROBABILITIES[0, :kept].sum())
-
-
-def test_top_p_keeps_no_more_than_it_needs() -> None:
-    found = _distribution(torch.tensor([[0.5, 0.25, 0.25]]).log(), Sampling(top_p=0.5))
-    assert found.tolist() == [[1.0, 0.0, 0.0]]
-
-
-def test_typical_keeps_what_is_nearest_to_the_entropy() -> None:
-    # The entropy is 1.333 nats. Distances of the information: 0.64, 0.28, 0.56, 0.97, 1.66, so 1, 2, 0, 3, 4.
-    assert _kept(typical_p=0.1) == [1]
-    assert _kept(typical_p=0.3) == [1, 2]
-    assert _kept(typical_p=0.5) == [0, 1, 2]
-    assert _kept(typical_p=0.9) == [0, 1, 2, 3]
-    assert _kept(typical_p=0.0) == _kept(typical_p=1.0) == [0, 1, 2, 3, 4]
-
-
-def test_the_cuts_do_not_depend_on_the_order_of_the_vocabulary() -> None:
-    order = torch.tensor([3, 0, 4, 2, 1])
-    for sampling in (Sampling(top_p=0.6), Sampling(top_k=2), Sampling(min_p=0.3), Sampling(typical_p=0.3)):
-        found = _distribution(SCORES[:, order], sampling)
-        torch.testing.assert_close(found, _distribution(SCORES, sampling)[:, order])
-
-
-def test_each_cut_works_on_what_the_one_before_left() -> None:
-    # Of the best two, renormalized, the first has 0.5 / 0.7 = 0.714, which reaches 0.7 alone; of all, it would not.
-    assert _kept(top_k=2, top_p=0.7) == [0]
-    assert _kept(top_p=0.7) == [0, 1]
-    # Of the best two, the entropy is 0.598 nats and the first is nearest to it; of all, the second is.
-    assert _kept(top_p=0.6, typical_p=0.1) == [0]
-    assert _kept(min_p=0.35, typical_p=0.1) == [0]
-
-
-def test_bias_and_penalties_by_hand() -> None:
-    scores = torch.tensor([[2.0, -2.0, 1.0, 0.5, 0.0]])
-    assert _adjusted(scores, Sampling(logit_bias=((0, -3.0), (4, 100.0), (4, -1.0))), [], []).tolist() == [
-        [-1.0, -2.0, 1.0, 0.5, 99.0]
-    ]
-    # Prompt and text count, each token once.
-    repetition = Sampling(repetition_penalty=2.0)
-    assert _adjusted(scores, repetition, [0, 1, 0], [3]).tolist() == [[1.0, -4.0, 1.0, 0.25, 0.0]]
-    # Only the text counts, as often as a token is in it.
-    assert _adjusted(scores, Sampling(frequency_penalty=0.5), [0, 1], [2, 2, 3]).tolist() == [
-        [2.0, -2.0, 0.0, 0.0, 0.0]
-    ]
-    assert _adjusted(scores, Sampling(presence_penalty=-0.5), [0, 1], [2, 2, 3]).tolist() == [
-        [2.0, -2.0, 1.5, 1.0, 0.0]
-    ]
 
 
 def test_the_bias_comes_first_and_the_repetition_penalty_before_the_others() -> None:
@@ -370,20 +292,3 @@ def test_candidates_are_enough_or_everything_is_sorted(settings: list[Sampling],
     assert torch.equal(cut(scores, settings, candidates=5), expected)
     for row, one in enumerate(settings):
         assert torch.equal(cut(scores[row : row + 1], [one], candidates=5)[0], expected[row])
-
-
-@pytest.mark.parametrize(
-    ("scores", "settings", "kept"),
-    [
-        ([0.0, -1.0, -1.0, -1.0, -2.0, -3.0, -4.0, -5.0, -6.0], Sampling(top_k=2), [0, 1, 2, 3]),  # equal to the 2nd
-        ([0.0] * 9, Sampling(top_p=0.5), [0, 1, 2, 3, 4]),  # more than two candidates are needed
-        ([0.0] * 9, Sampling(min_p=1.0), list(range(9))),
-        ([-9.0] * 8 + [0.0], Sampling(top_p=0.9), [8]),
-        ([-9.0] * 8 + [0.0], Sampling(min_p=0.5), [8]),
-    ],
-)
-def test_rows_for_which_two_candidates_are_too_few_or_enough(
-    scores: list[float], settings: Sampling, kept: list[int]
-) -> None:
-    found = cut(torch.tensor([scores]), [settings], candidates=2)
-    assert torch.nonzero(found[0] > float("-inf")).flatten().tolist() == kept

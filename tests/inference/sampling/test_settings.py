@@ -96,27 +96,8 @@ def test_unusable_json(values: dict[str, Any], says: str) -> None:
         Sampling.of_json(values)
 
 
-def test_all_problems_of_json_are_shown_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Sampling.of_json({"top_k": "a", "top_p": 2, "other": 1})
-    assert len(caught.value.problems) == 3
-
-
 def test_the_settings_of_a_command_line() -> None:
     flags = SamplingFlags(temperature=0.7, top_k=3, min_p=0.1, logit_bias=("5=-100", "7=1.5"))
     assert Sampling.of_flags(flags, 99) == Sampling(
         temperature=0.7, top_k=3, min_p=0.1, logit_bias=((5, -100.0), (7, 1.5)), seed=99
     )
-
-
-def test_the_flags_and_the_settings_have_the_same_fields_and_defaults() -> None:
-    settings = {field.name: field.default for field in dataclasses.fields(Sampling) if field.name != "seed"}
-    assert {field.name: field.default for field in dataclasses.fields(SamplingFlags)} == settings
-
-
-def test_what_settings_do() -> None:
-    assert Sampling(temperature=0.0).is_greedy and Sampling(greedy=True).is_greedy and not Sampling().is_greedy
-    assert not (Sampling().cuts or Sampling(top_p=1.0, typical_p=1.0, temperature=0.5).cuts)
-    assert all(Sampling(**one).cuts for one in ({"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.2}))
-    assert Sampling(logit_bias=((1, 1.0),)).adjusts and not Sampling(logit_bias=((1, 1.0),)).penalizes
-    assert not Sampling(top_k=1).adjusts

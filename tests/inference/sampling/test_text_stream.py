@@ -65,12 +65,6 @@ def test_what_may_be_a_stop_text_is_kept_back_until_it_is_none() -> None:
     assert [stream.push(3), stream.push(2), stream.finish()] == ["</sdiv", "> or ", "</"]
 
 
-def test_nothing_follows_a_stop_text() -> None:
-    stream = TextStream(_Letters(["one <", "|end|> two", " three"]), ["<|end|>"])
-    assert [stream.push(0), stream.push(1), stream.push(2), stream.finish()] == ["one ", "", "", ""]
-    assert stream.is_stopped and stream.stop_text == "<|end|>"
-
-
 def test_a_prompt_decides_about_the_first_space() -> None:
     chosen = tokenizer("llama")
     prompt, tokens = chosen.encode("a bad"), chosen.encode("cab")[1:]
@@ -160,20 +154,3 @@ def test_bytes_of_the_context_that_never_become_a_character_are_not_given_out() 
         assert "".join([*map(decoder.push, chosen.encode("ab")), decoder.flush()]) == "ab"
         decoder = IncrementalDecoder(chosen, context)
         assert decoder.push(beginning[0]) + decoder.flush() == REPLACEMENT
-
-
-def test_bytes_that_are_no_character_are_shown_at_the_end() -> None:
-    chosen = tokenizer("byte-level")
-    beginning = chosen.encode("👍")[:1]
-    assert _pieces(chosen, beginning) == ["", REPLACEMENT]
-    assert _pieces(chosen, beginning * 6)[:4] == ["", "", "", REPLACEMENT]  # the first can no longer change
-
-
-def test_a_run_of_bytes_that_is_given_up_was_not_given_out() -> None:
-    chosen = tokenizer("byte-fallback")
-    character = chosen.encode("👍")[1:]
-    assert chosen.decode(character) == "👍"
-    assert chosen.decode([*character, character[0]]) == REPLACEMENT * 5
-    decoder = IncrementalDecoder(chosen)
-    assert [decoder.push(token) for token in character] == ["", "", "", ""]
-    assert decoder.push(chosen.encode("b")[1]) == "👍b"

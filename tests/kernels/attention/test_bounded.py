@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 from megatron.kernels.attention import gpu
 from megatron.kernels.attention.blocks import DocumentBlocks, WindowBlocks
 from megatron.kernels.attention.bounded import Form, choose_form, plan_attention
-from megatron.kernels.attention.bounds import Bounds, cumulative_lengths, local_bias, visible_blocks
+from megatron.kernels.attention.bounds import Bounds, local_bias, visible_blocks
 from megatron.kernels.attention.dense import attention
 from megatron.kernels.attention.gpu import (
     BLOCK,
@@ -128,21 +128,6 @@ def test_ten_lengths_do_not_exhaust_flex_attention(flex_graphs: list[int]) -> No
     assert len(flex_graphs) < len(LENGTHS) / 2
 
 
-@pytest.mark.full
-def test_networks_with_many_kinds_of_bounds_do_not_exhaust_flex_attention(flex_graphs: list[int]) -> None:
-    for bounds in (*list(BOUNDS.values())[4:10], *WITHOUT_DOCUMENTS.values()):
-        heads = [head.detach() for head in _heads(3, 200, dtype=torch.float32)]
-        FlexAttention.plan(bounds, heads[0], None).attend(*heads, SCALE)
-    assert len(flex_graphs) > 8
-
-
-def test_flex_attention_is_compiled_for_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options))
-    gpu._compiled_flex_attention.__wrapped__()
-    assert asked == [{}]
-
-
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300, 1000])
 @pytest.mark.parametrize(
     "documents", [None, ((600,), (1, 599)), ((256, 344), (130, 200, 270)), ([6] * 100, [128] * 4 + [88])]
@@ -185,11 +170,6 @@ def test_score_change_is_none_where_scores_stay() -> None:
     change = score_change(Bounds(slopes=(0.5, 0.25)), 2.0, CPU)
     head, query, key = torch.tensor(1), torch.tensor(7), torch.tensor(3)
     assert float(change(torch.tensor(4.0), torch.tensor(0), head, query, key)) == pytest.approx(2 * math.tanh(2) - 1)
-
-
-def test_cumulative_lengths_of_all_samples() -> None:
-    starts = cumulative_lengths(_segments((4, 2), (6,), (1, 5)))
-    assert starts.tolist() == [0, 4, 6, 12, 13, 18] and starts.dtype == torch.int32
 
 
 def test_documents_for_flash_attention() -> None:
@@ -311,39 +291,6 @@ def test_windows_in_variable_length_attention_are_planned_without_a_value_and_do
 def test_older_variable_length_attention_is_not_taken(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "_varlen_attention", lambda: function)
     assert not has_varlen()
-
-
-def _flex_of_torch_2_7(  # type: ignore[no-untyped-def]
-    query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
-    kernel_options=None,
-):  # fmt: skip
-    return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
-
-
-def _flex_of_torch_2_9(  # type: ignore[no-untyped-def]
-    query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
-    kernel_options=None, *, return_aux=None,
-):  # fmt: skip
-    return flex_attention(query, key, value, score_mod, block_mask, scale, enable_gqa)
-
-
-class _MaskOfTorch27:
-    @staticmethod
-    def from_kv_blocks(  # type: ignore[no-untyped-def]
-        kv_num_blocks, kv_indices, full_kv_num_blocks=None, full_kv_indices=None, BLOCK_SIZE=128, mask_mod=None,
-        seq_lengths=None,
-    ):  # fmt: skip
-        full = (full_kv_num_blocks, full_kv_indices)
-        return BlockMask.from_kv_blocks(kv_num_blocks, kv_indices, *full, BLOCK_SIZE, mask_mod, seq_lengths)
-
-
-@pytest.mark.parametrize("function", [_flex_of_torch_2_7, _flex_of_torch_2_9])
-def test_flex_attention_as_each_torch_has_it(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_compiled_flex_attention", lambda: function)
-    monkeypatch.setattr(gpu, "BlockMask", _MaskOfTorch27)
-    bounds, heads = BOUNDS["all"], [head.detach() for head in _heads(3, 200, groups=2)]
-    found = FlexAttention.plan(bounds, heads[0], None).attend(*heads, SCALE)
-    torch.testing.assert_close(found, attention(*heads, SCALE, bias=_dense_bias(bounds, 3, 200)))
 
 
 def test_installed_variable_length_attention_is_one_that_is_known() -> None:

@@ -50,11 +50,6 @@ def _inputs(case: tuple, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor
     return scores.requires_grad_(), gradient, options
 
 
-def _with_gradient(softmax: partial, scores: torch.Tensor, gradient: torch.Tensor, options: dict) -> list[torch.Tensor]:
-    y = softmax(scores, SCALE, **options)
-    return [y.detach(), *torch.autograd.grad(y, scores, gradient)]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_is_the_definition(case: tuple) -> None:
     scores, _, options = _inputs(case, torch.float64)
@@ -115,20 +110,3 @@ def test_torch_knows_the_operation(compiled: Library) -> None:
         lambda x, bias: compiled_softmax(x, SCALE, **{**options, "bias": bias}),
         (scores, options["bias"].requires_grad_()),
     )
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"mask": torch.zeros(1, 1, 1, 4)}, "the mask must be bool, true where a key is hidden, not Float"),
-        ({"mask": torch.zeros(1, 1, 1, 3, dtype=torch.bool)}, r"the mask must be .* for scores \[1, 2, 3, 4\], not"),
-        ({"bias": torch.zeros(1, 1, 1, 4, dtype=torch.float64)}, "the bias must be float32 or Float like the scores"),
-        ({"dropout": Dropout(torch.zeros(3, dtype=torch.int64), 5, 1)}, r"contiguous int64 \[1, 2, 3\] on cpu, not"),
-        ({"dropout": _dropout((1, 2, 3), 70000)}, "threshold must be within 1 and 65536, not 70000"),
-    ],
-)
-def test_wrong_operands_are_refused(compiled: Library, options: dict, sentence: str) -> None:
-    with pytest.raises(RuntimeError, match=sentence):
-        compiled_softmax(torch.zeros(1, 2, 3, 4), **options)
-    with pytest.raises(RuntimeError, match=r"scores must be \[b, a, q, k\], not \[2, 3\]"):
-        compiled_softmax(torch.zeros(2, 3))

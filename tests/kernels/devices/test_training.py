@@ -1,4 +1,4 @@
-"""Training through the engine with compiled and with torch's operations, on each device; killed and resumed there."""
+"""Training through the engine with compiled and with torch's operations, on each device."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import math
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron.kernels.native.library import Library
-from megatron.observe.metrics_file import read_steps
 from tests.helpers import tiny_run
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 from tests.kernels.devices.checks import DEVICES
 
 ROOT = Path(__file__).resolve().parents[3]
-PATIENCE_SECONDS = 120
 GPT = ("--hidden-dropout", "0.1", "--attention-dropout", "0")
 LLAMA = (
     *("--hidden-dropout", "0", "--attention-dropout", "0", "--position-embedding-type", "rope"),
@@ -93,39 +90,3 @@ def test_losses_in_float16_do_not_depend_on_the_kernels(
 ) -> None:
     monkeypatch.setenv("MEGATRON_KERNELS", str(compiled.folder))
     _check_parity(corpus, tmp_path, "cuda", HALF, 3e-3)
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_killed_run_goes_on_with_the_same_losses(
-    compiled: Library, corpus: TinyCorpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    monkeypatch.setenv("MEGATRON_KERNELS", str(compiled.folder))
-    schedule = {"train_iters": 4000, "lr_decay_iters": 100, "lr_warmup_fraction": None, "eval_iters": 0}
-    words = corpus.flags(*GPT, "--kernels", "csrc", folder=tmp_path, split="100,0,0", **schedule)
-    with _start(words, device) as process:
-        _wait_for_step(tmp_path, 6, process)
-        process.kill()
-    before = tiny_run.losses(tmp_path)
-    last_saved = max(int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("iter_*"))
-    _train([*words, "--exit-interval", str(max(before) + 1)], device)
-    after = tiny_run.losses(tmp_path)
-    assert last_saved >= 4 and max(after) == max(before) + 1
-    for step in (step for step in before if step > last_saved):
-        # What torch computes of attention on a GPU need not be the same bits twice.
-        assert after[step] == pytest.approx(before[step], rel=1e-6 if device == "cpu" else 1e-4)
-
-
-def _wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Waits until a run has recorded a step and, as it saves in the background, published a checkpoint."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    record, checkpoints = folder / "run" / "metrics.jsonl", folder / "checkpoints"
-    while (
-        not record.exists() or max(read_steps(record.parent), default=0) < step or not any(checkpoints.glob("iter_*"))
-    ):
-        ended = process.poll() is not None
-        if ended or time.monotonic() > deadline:
-            process.kill()
-            raise AssertionError(f"step {step} was not reached:\n{process.communicate()[0]}")
-        time.sleep(0.05)

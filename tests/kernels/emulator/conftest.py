@@ -1,11 +1,13 @@
-"""Tests of the emulated kernels run with --all, and with --changed if a source of `csrc` changed.
-
-Tests of one file stay in one process: they share compiled kernels, and the last of them checks the coverage.
-"""
+"""Tests of the emulated kernels run with --all, and with --changed if a source of `csrc` changed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from csrc.emulator import emulator
+from megatron.kernels.native.library import SOURCES
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -13,12 +15,13 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_process_a_file() -> None:
-    """A fixture of module scope keeps the tests of a file on one worker."""
+def every_line_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checks that the tests of a file ran every line of its operation, unless only some of them were selected.
 
-
-@pytest.fixture
-def whole_file(pytestconfig: pytest.Config) -> None:
-    """Skips a test of what the other tests of its file executed, if only some of them were selected."""
-    if pytestconfig.option.keyword or any("::" in argument for argument in pytestconfig.args):
-        pytest.skip("needs all tests of its file, and only some were selected")
+    Its scope keeps the tests of a file, which share compiled kernels, on one worker.
+    """
+    yield
+    operation, config = request.module.__name__.rpartition("test_")[2], request.config
+    is_whole = not config.option.keyword and not any("::" in argument for argument in config.args)
+    if is_whole and (SOURCES / operation).is_dir():
+        assert emulator.unexecuted_lines(operation) == []

@@ -98,7 +98,3 @@ def test_half_precision_at_its_ends(name: str) -> None:
     below, above, last = slice(0, 4), slice(5, 8), 8
     assert (y.tensor()[below] == 0).all() and torch.equal(y.tensor()[above], x[above]) and y.tensor()[last].isnan()
     assert (dx.tensor()[1:4] == 0).all() and (dx.tensor()[above] == 1).all() and dx.tensor()[last].isnan()
-
-
-def test_every_line_has_run(whole_file: None) -> None:
-    assert emulator.unexecuted_lines("activation") == []

@@ -89,7 +89,3 @@ def test_an_overflow_changes_nothing() -> None:
     for values, own in zip(group.before, group.buffers, strict=True):
         assert all(torch.equal(buffer.tensor(), value) for value, buffer in zip(values, own[:5], strict=True))
         assert own[5] is None or (own[5].tensor() == 9).all()
-
-
-def test_every_line_has_run(whole_file: None) -> None:
-    assert emulator.unexecuted_lines("adamw") == []

@@ -32,7 +32,3 @@ def test_values_are_those_of_the_reference(build: str, order: str, distribution:
                 run.call("megatron_initial_values_fill", target, first, count, dtype, *places, *settings)
             draw = WeightDraw(shape, start, box, BASE, 0.02, distribution)
             assert torch.equal(target.tensor(), draw_(torch.empty(count, dtype=dtype), draw, first))
-
-
-def test_every_line_has_run(whole_file: None) -> None:
-    assert emulator.unexecuted_lines("initial_values") == []

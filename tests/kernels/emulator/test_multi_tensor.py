@@ -58,7 +58,3 @@ def test_norms_and_sums(build: str, order: str) -> None:
     assert torch.equal(alone.tensor(), norm.tensor())
     for total, value, addend in zip(totals, before, values, strict=True):
         assert torch.equal(total.tensor(), value + addend.float())
-
-
-def test_every_line_has_run(whole_file: None) -> None:
-    assert emulator.unexecuted_lines("multi_tensor") == []

@@ -144,7 +144,3 @@ def test_checked(order: str) -> None:
 def test_large_rows() -> None:
     for case in SMALL + LARGE:
         _run(case, "plain", "reverse")
-
-
-def test_every_line_has_run(whole_file: None) -> None:
-    assert emulator.unexecuted_lines("norm") == []

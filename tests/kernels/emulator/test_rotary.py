@@ -118,7 +118,3 @@ def test_heads_are_joined_and_summed(build: str, dtype: torch.dtype) -> None:
                 exact = expected.double().sum(dim=(0, 1)).flatten()
                 tolerance = max(torch.finfo(sums_dtype).eps, 1e-6)
                 torch.testing.assert_close(added.tensor().double(), exact, rtol=tolerance, atol=20 * tolerance)
-
-
-def test_every_line_has_run(whole_file: None) -> None:
-    assert emulator.unexecuted_lines("rotary") == []

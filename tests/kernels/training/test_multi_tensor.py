@@ -24,25 +24,6 @@ def _list(dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norms_are_those_of_float64(compiled: Library, dtype: torch.dtype) -> None:
-    tensors, before, results = _list(dtype), torch.get_num_threads(), []
-    exact = torch.stack([tensor.double().norm() for tensor in tensors])
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(norm(tensors, per_tensor=True, implementation=CSRC))
-    finally:
-        torch.set_num_threads(before)
-    (whole, each), reference = results[0], norm(tensors, per_tensor=True)
-    assert torch.equal(whole, results[1][0])
-    assert torch.equal(each, results[1][1])
-    for found, one, other in ((whole, reference[0], exact.norm()), (each, reference[1], exact)):
-        assert ((found.double() - other).abs() <= other * 2.0**-23).all()
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=0)
-    assert norm(tensors, implementation=CSRC)[1].numel() == norm(tensors)[1].numel() == 0
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_of_squares_are_those_of_float64(compiled: Library, dtype: torch.dtype) -> None:
     """Parts of more elements than torch may reduce at once, too."""
     tensors = [*_list(dtype), torch.randn(3, 1 << 16).to(dtype)]
@@ -64,33 +45,11 @@ def test_many_elements_stay_exact(compiled: Library) -> None:
     assert float(norm([ones] * 2049, implementation=CSRC)[0]) == pytest.approx(math.sqrt(2049 * 2**20), rel=1e-7)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_have_the_bits_of_torch(compiled: Library, dtype: torch.dtype) -> None:
-    addends, threads = _list(dtype), torch.get_num_threads()
-    expected = [torch.full_like(addend, 0.1, dtype=torch.float32).add_(addend) for addend in addends]
-    try:
-        for implementation, number in ((CSRC, 1), (CSRC, 2), (TORCH, 1)):
-            torch.set_num_threads(number)
-            totals = [torch.full_like(addend, 0.1, dtype=torch.float32) for addend in addends]
-            add_(totals, addends, implementation=implementation)
-            assert all(torch.equal(*pair) for pair in zip(totals, expected, strict=True))
-    finally:
-        torch.set_num_threads(threads)
-
-
 def test_torch_knows_the_operations(compiled: Library) -> None:
     tensors = [torch.randn(3, 5), torch.randn(4)]
     operations = torch.ops.megatron
     torch.library.opcheck(operations.multi_tensor_norm.default, (tensors, True))
     torch.library.opcheck(operations.multi_tensor_add_.default, (list(map(torch.zeros_like, tensors)), tensors))
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] of shape \[5\] and strides \[2\] has gaps"):
-        norm([torch.zeros(10)[::2]], implementation=CSRC)
-    with pytest.raises(RuntimeError, match=r"tensors\[0\] is Double; it must be float32, float16 or bfloat16"):
-        norm([torch.zeros(4).double()], implementation=CSRC)
-    with pytest.raises(RuntimeError, match=r"addends\[0\] is \[5\] on cpu, and should be \[4\]"):
-        add_([torch.zeros(4)], [torch.zeros(5)], implementation=CSRC)
-    with pytest.raises(RuntimeError, match="totals are float32, not BFloat16"):
-        add_([torch.zeros(4).bfloat16()], [torch.zeros(4)], implementation=CSRC)
 
 
 @pytest.mark.parametrize("implementation", [CSRC, TORCH])

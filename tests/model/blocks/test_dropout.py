@@ -7,7 +7,6 @@ import torch
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis
-from megatron.parallel.rng import attention_keys, hidden_dropout, hidden_keys
 from megatron.parallel.sequence.split import SequenceSplit
 
 
@@ -33,20 +32,3 @@ def test_ranks_that_share_a_sample_drop_the_same_entries_as_one_rank() -> None:
     part = dropout_at(DropoutSite(1), 0.25, hidden[:, :4], StepContext(ids, seed=7, split=split))
     assert whole is not None and part is not None
     assert torch.equal(part.kept(16), whole.kept(16)[:, [2, 3, 4, 5]])
-
-
-def test_keys_are_tensors_only_in_compiled_programs_and_follow_the_seed() -> None:
-    site, other = DropoutSite(1), DropoutSite(1, attention_keys)
-    assert site.keys(7) == hidden_keys(7, 1) != other.keys(7) == attention_keys(7, 1)
-    site.hold_keys(7, torch.device("cpu"))
-    rows = torch.arange(3)
-
-    def dropped(sample_ids: torch.Tensor, seed: int) -> torch.Tensor:
-        dropout = hidden_dropout(0.5, keys=site.keys(seed), sample_ids=sample_ids, length=4)
-        assert dropout is not None and dropout.is_traced == (seed == 7 and torch.compiler.is_compiling())
-        return dropout.kept(8)
-
-    program = torch.compile(dropped, backend="aot_eager", fullgraph=True, dynamic=False)
-    assert torch.equal(program(rows, 7), dropped(rows, 7))
-    assert torch.equal(program(rows, 8), dropped(rows, 8)) and not torch.equal(dropped(rows, 7), dropped(rows, 8))
-    torch.compiler.reset()

@@ -153,27 +153,6 @@ def test_128_experts_of_which_most_are_empty_have_zero_gradients_not_missing_one
     check_equal(found, plain_gradients(layer, hidden, config))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputation_routes_identically(dtype: torch.dtype) -> None:
-    config = experts_config(num_experts=16, moe_router_topk=4, moe_shared_expert_intermediate_size=6)
-    layer, hidden = build(config).to(dtype), inputs(config).to(dtype)
-    expected = {name: value.clone() for name, value in gradients(layer, hidden, new_context()).items()}
-    layer.zero_grad()
-    plain = layer.forward
-    layer.forward = lambda x, context: checkpoint(plain, x, context, use_reentrant=False)  # type: ignore[method-assign]
-    for name, value in gradients(layer, hidden, new_context()).items():
-        assert torch.equal(value, expected[name]), name
-
-
-def test_bfloat16_stays_near_float32() -> None:
-    config = experts_config(**GATED)
-    hidden = inputs(config).bfloat16()
-    layer = build(config).bfloat16()
-    found = gradients(layer, hidden, new_context())
-    expected = plain_gradients(layer.float(), hidden, config)
-    check_equal(found, expected, ratio=3.0e-2)
-
-
 def test_tokens_one_at_a_time_are_routed_as_in_a_sequence_and_evaluation_attaches_nothing() -> None:
     config = experts_config(**GATED)
     layer, hidden, context = build(config).eval(), inputs(config), new_context()
@@ -304,20 +283,6 @@ def test_the_shared_expert_computes_while_rows_are_on_their_way(over_two_ranks: 
         assert backward == ["begin", "finish", "begin", "shared", "finish"]
 
 
-def test_names_and_logical_shapes() -> None:
-    gated = experts_config(**GATED, moe_shared_expert_intermediate_size=10)
-    assert {name: spec.shape for name, spec in specs_of(build(gated)).items()} == {
-        "router.weight": (6, 8),
-        "experts.linear_fc1.weight": (6, 2, 12, 8),
-        "experts.linear_fc2.weight": (6, 8, 12),
-        "shared_experts.linear_fc1.weight": (2, 10, 8),
-        "shared_experts.linear_fc2.weight": (8, 10),
-    }
-    plain = specs_of(build(experts_config()))
-    assert plain["experts.linear_fc1.weight"].shape == (6, 12, 8)
-    assert all(spec.is_matrix for spec in plain.values())
-
-
 def test_layers_may_have_different_numbers_of_experts() -> None:
     config = experts_config(num_experts=12, moe_expert_counts=(3, 12), moe_router_topk=1, moe_router_pre_softmax=True)
     layers = {index: Experts(config, ParallelMesh.single(), index) for index in range(2)}
@@ -329,25 +294,6 @@ def test_layers_may_have_different_numbers_of_experts() -> None:
     assert router_metric_sizes(config)[expert_tokens(1)] == 12
 
 
-def test_the_residual_layer_is_deepspeeds() -> None:
-    """The formulas of `deepspeed.moe.layer.MoE(use_residual=True)`, with its gate and a capacity for every token."""
-    config = experts_config(**MODES["residual"])
-    layer, hidden = build(config).eval(), inputs(config)
-    tokens = hidden.view(-1, config.hidden_size)
-    gates = torch.softmax(tokens @ layer.router.weight.T, dim=1)  # top1gating
-    scores, chosen = gates.max(dim=1)
-    first, second = layer.experts.linear_fc1.weight[chosen], layer.experts.linear_fc2.weight[chosen]
-    inner = torch.nn.functional.gelu(torch.einsum("nfh,nh->nf", first, tokens), approximate="tanh")
-    output = torch.einsum("nhf,nf->nh", second, inner) * scores.unsqueeze(1)  # combine_weights
-    residual = layer.residual
-    assert residual is not None
-    output_mlp = residual.dense(hidden, new_context()).view_as(tokens)
-    coefficient = torch.nn.functional.linear(tokens, residual.coefficient.weight, residual.coefficient.bias)
-    coef = torch.softmax(coefficient, dim=-1)
-    expected = output * coef[..., 0:1] + output_mlp * coef[..., 1:]
-    torch.testing.assert_close(layer(hidden, new_context()).view_as(tokens), expected)
-
-
 @pytest.mark.parametrize("changes", [{}, GATED, {**GATED, "moe_shared_expert_intermediate_size": 10}])
 def test_cost_counts_all_parameters_and_the_operations_of_the_chosen_experts(changes: dict[str, Any]) -> None:
     config = experts_config(**changes)
@@ -356,13 +302,6 @@ def test_cost_counts_all_parameters_and_the_operations_of_the_chosen_experts(cha
     matrices = 3 if config.gated_linear_unit else 2
     active = 6 * 8 + matrices * 8 * (2 * 12 + config.moe_shared_expert_intermediate_size)
     assert cost.flops_per_token == 2 * active
-
-
-def test_cost_of_a_residual_layer() -> None:
-    config = experts_config(**MODES["residual"])
-    cost = experts_cost(config)
-    assert cost.parameters == sum(parameter.numel() for parameter in build(config).parameters())
-    assert cost.flops_per_token == 2 * (6 * 8 + 2 * 8 * 12 + 2 * 8 * 20 + 2 * 8)
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,3 @@ def test_recomputation_and_dropout_keep_the_prefix(recompute: Recompute) -> None
         found.append([logits.detach(), *torch.autograd.grad(logits.square().mean(), list(network.parameters()))])
     for expected, got in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
-
-
-def test_a_prefix_of_at_most_one_token_is_causal() -> None:
-    network, tokens = _network(), torch.arange(LENGTH)[None]
-    causal = network(tokens, StepSettings(SEED).context(torch.arange(1)))
-    nothing = torch.zeros(1, LENGTH, dtype=torch.bool)
-    masked = network(tokens, StepSettings(SEED, has_prefixes=True).context(torch.arange(1), None, nothing))
-    torch.testing.assert_close(masked, causal, rtol=1e-5, atol=1e-6)
-    first = torch.arange(LENGTH)[None] < 1  # a prefix of one token hides nothing that the causal rule does not
-    alone = network(tokens, StepSettings(SEED, has_prefixes=True).context(torch.arange(1), None, first))
-    assert torch.equal(alone, masked)

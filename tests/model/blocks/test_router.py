@@ -19,7 +19,6 @@ from megatron.model.blocks.router import (
     balance_loss,
     expert_tokens,
     router_metric_sizes,
-    router_probabilities,
     z_loss,
 )
 from megatron.model.interface.auxiliary import AuxiliaryLosses
@@ -37,12 +36,6 @@ def route(**changes: Any) -> Routing:
     with torch.no_grad():
         router.weight.copy_(torch.eye(4))
     return router(LOGITS)
-
-
-def test_the_best_experts_in_order() -> None:
-    routing = route()
-    assert routing.experts.tolist() == [[0, 2], [1, 3]]
-    torch.testing.assert_close(routing.logits, LOGITS)
 
 
 # Weights of logits 2, 1, 0, -1 by score function, --moe-router-pre-softmax, --moe-router-topk and
@@ -164,17 +157,6 @@ def test_half_precision_is_routed_in_float32() -> None:
     assert torch.equal(routing.logits, hidden.float() @ router.weight.detach().float().t())
 
 
-def test_the_balance_loss_is_1_for_an_even_load_and_more_for_an_uneven_one() -> None:
-    even = torch.full((6, 4), 0.25)
-    assert balance_loss(even, torch.tensor([3, 3, 3, 3])).item() == pytest.approx(1.0)
-    certain = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 6)
-    assert balance_loss(certain, torch.tensor([6, 6, 0, 0])).item() == pytest.approx(2.0)  # e / k
-    probabilities = torch.tensor([[0.7, 0.1, 0.1, 0.1], [0.4, 0.3, 0.2, 0.1]])
-    shares, means = (0.5, 0.25, 0.25, 0.0), (0.55, 0.2, 0.15, 0.1)
-    expected = 4 * sum(share * mean for share, mean in zip(shares, means, strict=True))
-    assert balance_loss(probabilities, torch.tensor([2, 1, 1, 0])).item() == pytest.approx(expected)
-
-
 def test_the_balance_loss_of_samples_is_the_mean_of_theirs() -> None:
     probabilities = torch.tensor([[0.7, 0.3], [0.6, 0.4], [0.2, 0.8], [0.1, 0.9]])
     counts = torch.tensor([[2, 0], [1, 1]])
@@ -200,17 +182,6 @@ def test_the_balance_loss_counts_the_best_by_score_whatever_bias_and_groups_choo
         assert losses.sums()[BALANCE_LOSS].item() == pytest.approx(expected.item())
 
 
-def test_the_z_loss_is_the_mean_square_of_the_log_sum() -> None:
-    expected = sum(torch.log(torch.exp(row).sum()).item() ** 2 for row in LOGITS) / 2
-    assert z_loss(LOGITS).item() == pytest.approx(expected)
-
-
-def test_sigmoids_are_a_distribution_for_the_losses() -> None:
-    probabilities = router_probabilities(LOGITS, True)
-    torch.testing.assert_close(probabilities.sum(1), torch.ones(2))
-    torch.testing.assert_close(probabilities * LOGITS.sigmoid().sum(1, keepdim=True), LOGITS.sigmoid())
-
-
 def test_statistics_are_recorded_under_the_names_that_the_network_lists() -> None:
     config = tiny_config(num_layers=3, num_experts=4, moe_layer_pattern=(0, 1, 1), moe_z_loss_coeff=0.5)
     losses = AuxiliaryLosses()
@@ -227,10 +198,6 @@ def test_statistics_are_recorded_under_the_names_that_the_network_lists() -> Non
     assert recorded[BALANCE_LOSS].item() == pytest.approx(2 * balance_loss(probabilities, counts).item())
     assert recorded[Z_LOSS].item() == pytest.approx(2 * z_loss(LOGITS).item())
     assert torch.equal(recorded[expert_tokens(1)], counts)
-
-
-def test_a_network_without_experts_lists_nothing() -> None:
-    assert router_metric_sizes(tiny_config()) == {}
 
 
 def test_losses_without_a_coefficient_are_recorded_but_not_attached() -> None:

@@ -1,27 +1,15 @@
-"""Key-value caches: what attention gets back, and how much memory texts take."""
+"""Key-value caches: the tokens that attention receives, and the memory that texts take."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from megatron.errors import ConfigError
-from megatron.model.interface.key_value_cache import BatchCaches, MixedCaches, TextCache
+from megatron.model.interface.key_value_cache import MixedCaches, TextCache
 
 
 def states(*values: float) -> torch.Tensor:
     """Keys `[1, 2, s, 3]` of tokens that are told apart by their value."""
     return torch.tensor(values, dtype=torch.float32).view(1, 1, -1, 1).expand(1, 2, -1, 3)
-
-
-def test_a_batch_returns_all_tokens_so_far() -> None:
-    caches = BatchCaches(4)
-    caches.append(5, states(1, 2), states(3, 4))
-    (text,) = caches.append(5, states(6), states(7))
-    assert (text.queries, caches.length) == (1, 3)
-    assert text.keys[0, 1, :, 2].tolist() == [1, 2, 6] and text.values[0, 0, :, 0].tolist() == [3, 4, 7]
-    with pytest.raises(ConfigError, match="5 tokens do not fit into a key-value cache of 4"):
-        caches.append(5, states(8, 9), states(8, 9))
 
 
 def test_a_text_takes_at_most_a_block_more_than_it_has_tokens() -> None:

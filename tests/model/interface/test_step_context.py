@@ -58,13 +58,6 @@ def test_positions_needed_are_those_of_the_longest_text() -> None:
     assert mixed.positions_needed(3) == 8
 
 
-def test_a_shared_value_is_computed_by_the_first_layer_that_asks() -> None:
-    context = StepSettings().context(IDS)
-    assert context.once("mask", lambda: 1) == 1
-    assert context.once("mask", lambda: 2) == 1
-    assert context.once(("mask", 5), lambda: 2) == 2
-
-
 def test_a_pipeline_needs_the_width_of_hidden_states() -> None:
     assert StepSettings(hidden_size=8).hidden_shape(2, 5) == (2, 5, 8)
     with pytest.raises(ValueError, match=r"requires StepSettings\.hidden_size"):

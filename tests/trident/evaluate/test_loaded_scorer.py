@@ -136,3 +136,19 @@ def test_scores_are_those_of_transformers(checkpoints: Path, loaded: LoadedModel
         logprobs = logits.log_softmax(-1).gather(1, torch.tensor(query.targets)[:, None])
         assert score.logprob == pytest.approx(float(logprobs.sum()), rel=1e-5)
         assert list(score.predicted) == logits.argmax(-1).tolist()
+
+
+def test_scores_of_a_checkpoint_see_its_prompts(tmp_path: Path) -> None:
+    checkpoints = make_checkpoint(tmp_path, "--objective", "prefix")
+    loaded = open_checkpoint(str(checkpoints), {}, ParallelMesh.single())
+    assert loaded.sees_prompts
+    query = Query(tuple(range(20, 40)), 12)
+    (score,) = LoadedScorer(loaded).score([query])
+    inputs = torch.tensor([query.tokens[:-1]])
+    prefix = torch.arange(inputs.shape[1])[None] < query.first_target
+    with torch.no_grad():
+        logits = loaded.model(inputs, StepSettings().context(torch.zeros(1, dtype=torch.int64), prefix_mask=prefix))
+    logprobs = logits[0, :, : loaded.config.model.vocab_size].log_softmax(-1)
+    targets = torch.tensor(query.tokens[query.first_target :])
+    expected = logprobs[query.first_target - 1 :].gather(1, targets[:, None]).sum()
+    assert score.logprob == pytest.approx(expected.item(), rel=1e-5)

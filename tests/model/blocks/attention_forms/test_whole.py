@@ -63,22 +63,3 @@ def test_no_plan_for_plain_attention() -> None:
     plain, narrow = (Scoring(tiny_config(attention_window=width), ParallelMesh.single(), 0) for width in (None, 3))
     assert whole.bounded_plan(StepContext(torch.arange(1)), query, plain) is None
     assert whole.bounded_plan(StepContext(torch.arange(1)), query, narrow) is not None
-
-
-@pytest.mark.parametrize(
-    ("settings", "asks"),
-    [
-        ({}, False),
-        ({"attention_window": 5}, True),
-        ({"attention_logit_softcap": 5.0}, True),
-        (CASES["every bound"], True),
-    ],
-)
-def test_a_plan_is_asked_for_where_a_device_may_have_one(
-    settings: dict[str, Any], asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    monkeypatch.setattr(whole, "bounded_plan", lambda *_, **__: asked.append(True))  # a GPU has one for a soft-cap
-    network = build_gpt(tiny_config(attention_dropout=0.0, **settings), ParallelMesh.single())
-    network(torch.zeros(1, 16, dtype=torch.long), StepContext(torch.arange(1)))
-    assert bool(asked) == asks
