@@ -19,7 +19,7 @@ import finetune_t0_non_causal_decoder
 import pretrain_gpt
 import pretrain_prefix_lm
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.errors import ExitCode, MegatronError
+from megatron.errors import MegatronError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, write_tiny_corpus
 
@@ -160,46 +160,3 @@ def test_fine_tuning_from_a_causal_checkpoint_in_another_layout(corpus: TinyCorp
     run_well([("prefix", prefix)])
     for place in (tuned, tmp_path / "prefix"):
         assert sorted(losses(place)) == [1, 2]
-
-
-def test_ranged_groups_of_data(corpus: TinyCorpus, tmp_path: Path) -> None:
-    news, text = corpus.folder / "news", corpus.prefix
-    commands = []
-    for name, source, flags in (("prefix", text, []), ("pairs", str(news), list(ALIBI[:2]))):
-        groups = [
-            "--train-weighted-split-paths",
-            f"TRAIN: 1 0:0.9 {source}, 0.3 0:0.8 {source}",
-            "--valid-weighted-split-paths",
-            f"VALID1: 1 0.9:0.98 {source}, 0.3 0.8:0.95 {source}",
-            f"VALID2: 0.5 0.9:0.95 {source}, 0.5 0.85:1 {source}",
-        ]
-        changes = {**CALM, "data_path": None, "split": None, "train_iters": 2}
-        commands.append((name, corpus.flags(*flags, *groups, folder=tmp_path / name, **changes)))
-    for (name, _), text in zip(commands, run_well(commands), strict=True):
-        assert sorted(losses(tmp_path / name)) == [1, 2]
-        assert all(f"{group} loss at the end of training" in text for group in ("VALID1", "VALID2"))
-
-
-def test_what_the_programs_refuse(corpus: TinyCorpus, ran: Ran) -> None:
-    whole = ran.folder / "whole"
-    found = dict(
-        zip(
-            ("objective", "no pairs", "resumed as causal", "weights"),
-            run_programs(
-                0,
-                [
-                    ("pairs", _pairs(corpus, "--objective", "causal")),
-                    ("pairs", corpus.flags(*ALIBI)),
-                    ("gpt", corpus.flags("--reset-attention-mask", folder=whole, **{**CALM, "train_iters": 8})),
-                    ("pairs", _pairs(corpus, "--reweight-loss-based-on-position-frequency")),
-                ],
-            ),
-            strict=True,
-        )
-    )
-    assert (
-        found["objective"][0] == ExitCode.USAGE and "this program is for --objective multitask" in found["objective"][1]
-    )
-    assert found["no pairs"][0] == ExitCode.DATA and "tiny_text_document_inputs_document.idx" in found["no pairs"][1]
-    assert found["resumed as causal"][0] == ExitCode.USAGE and "--objective" in found["resumed as causal"][1]
-    assert found["weights"][0] == ExitCode.USAGE and "is for --objective prefix" in found["weights"][1]
