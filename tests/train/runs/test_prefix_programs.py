@@ -160,3 +160,21 @@ def test_fine_tuning_from_a_causal_checkpoint_in_another_layout(corpus: TinyCorp
     run_well([("prefix", prefix)])
     for place in (tuned, tmp_path / "prefix"):
         assert sorted(losses(place)) == [1, 2]
+
+
+def test_ranged_groups_of_data(corpus: TinyCorpus, tmp_path: Path) -> None:
+    news, text = corpus.folder / "news", corpus.prefix
+    commands = []
+    for name, source, flags in (("prefix", text, []), ("pairs", str(news), list(ALIBI[:2]))):
+        groups = [
+            "--train-weighted-split-paths",
+            f"TRAIN: 1 0:0.9 {source}, 0.3 0:0.8 {source}",
+            "--valid-weighted-split-paths",
+            f"VALID1: 1 0.9:0.98 {source}, 0.3 0.8:0.95 {source}",
+            f"VALID2: 0.5 0.9:0.95 {source}, 0.5 0.85:1 {source}",
+        ]
+        changes = {**CALM, "data_path": None, "split": None, "train_iters": 2}
+        commands.append((name, corpus.flags(*flags, *groups, folder=tmp_path / name, **changes)))
+    for (name, _), text in zip(commands, run_well(commands), strict=True):
+        assert sorted(losses(tmp_path / name)) == [1, 2]
+        assert all(f"{group} loss at the end of training" in text for group in ("VALID1", "VALID2"))
