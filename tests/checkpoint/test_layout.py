@@ -32,6 +32,16 @@ def stored(keys: list[PieceKey]) -> Catalogue:
     return Catalogue([StoredRun(key, "F32", 0, 1, key.numel) for key in keys], lambda file: 10**6)
 
 
+def planned(key: PieceKey, catalogue: Catalogue, values: dict[PieceKey, torch.Tensor]) -> torch.Tensor:
+    """The elements of a piece, gathered as planned from stored pieces."""
+    result = torch.full((key.numel,), float("nan"))
+    for piece, copies in plan_piece(key, catalogue):
+        assert np.all(np.diff(copies.source) > 0) and np.all(np.diff(copies.destination) > 0)
+        for source, destination, length in zip(copies.source, copies.destination, copies.length, strict=True):
+            result[destination : destination + length] = values[piece.key][source : source + length]
+    return result
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(1, 7), max_size=4), st.integers(0, 2**32))
 def test_any_sharding_read_by_any_other_gives_the_tensor(shape: list[int], seed: int) -> None:
@@ -42,12 +52,7 @@ def test_any_sharding_read_by_any_other_gives_the_tensor(shape: list[int], seed:
     values = {key: cut_out(tensor, key) for key in saved}
     catalogue = stored(saved)
     for key in cut_keys("a", "weight", tuple(shape), random_cuts):
-        result = torch.full((key.numel,), float("nan"))
-        for piece, copies in plan_piece(key, catalogue):
-            assert np.all(np.diff(copies.source) > 0)
-            for source, destination, length in zip(copies.source, copies.destination, copies.length, strict=True):
-                result[destination : destination + length] = values[piece.key][source : source + length]
-        assert torch.equal(result, cut_out(tensor, key))
+        assert torch.equal(planned(key, catalogue, values), cut_out(tensor, key))
 
 
 def test_errors_name_tensor_and_range() -> None:
@@ -184,13 +189,7 @@ def test_pieces_of_a_regrouped_shape_are_read_by_any_other_sharding(shape: list[
     if not is_regrouped(ours, theirs):
         return  # both merge across a border of the other, as [6, 4] and [2, 12] do
     for key in cut_keys("a", "weight", theirs, random_cuts):
-        result = torch.full((key.numel,), float("nan"))
-        for piece, copies in plan_piece(key, catalogue):
-            assert np.all(np.diff(copies.source) > 0)
-            assert np.all(np.diff(copies.destination) > 0)
-            for source, destination, length in zip(copies.source, copies.destination, copies.length, strict=True):
-                result[destination : destination + length] = values[piece.key][source : source + length]
-        assert torch.equal(result, cut_out(tensor.reshape(theirs), key))
+        assert torch.equal(planned(key, catalogue, values), cut_out(tensor.reshape(theirs), key))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from megatron import log
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.objective.metric import Metric, StepMetrics
-from megatron.observe.metrics import TaskOutcome
 from megatron.observe.report import Pace, Report, ReportOutputs, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.styles import megatron
@@ -33,29 +31,16 @@ class Recorder:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
 
-    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        self.told.append(("start", progress.step, dict(arguments)))
+    def __getattr__(self, kind: str) -> Any:
+        if kind.startswith("_"):
+            raise AttributeError(kind)
+        return lambda *words: self.told.append((kind, *(fact for word in words for fact in facts_of(word))))
 
-    def step(self, metrics: StepMetrics) -> None:
-        self.told.append(("step", metrics.value("iteration"), metrics.value("lm_loss")))
 
-    def interval(self, metrics: StepMetrics) -> None:
-        self.told.append(("interval", metrics.value("iteration"), metrics.value("lm_loss")))
-
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        self.told.append(("evaluation", progress.step, group, loss))
-
-    def task(self, progress: Progress, task: TaskOutcome) -> None:
-        self.told.append(("task", progress.step, task))
-
-    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        self.told.append(("passed", progress.consumed_samples, dict(batch), number))
-
-    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
-        self.told.append(("failed_save", progress.step, step, reason, number))
-
-    def close(self) -> None:
-        self.told.append(("close",))
+def facts_of(word: Any) -> tuple[Any, ...]:
+    if isinstance(word, Progress):
+        return (word.step,)
+    return (word.value("iteration"), word.value("lm_loss")) if isinstance(word, StepMetrics) else (word,)
 
 
 def progress_at(step: int) -> Progress:
@@ -236,7 +221,7 @@ def test_events_between_steps_are_printed_and_forwarded(capsys: pytest.CaptureFi
     assert recorder.told == [
         ("evaluation", 2, "valid", 1.0),
         ("task", 2, task),
-        ("passed", 24, batch, 1),
+        ("skipped_batch", 2, batch, 1),
         ("failed_save", 3, 2, "the disk is full", 1),
     ]
 

@@ -137,21 +137,3 @@ def test_the_files_of_hellodeepspeed(checkout: Path, tmp_path: Path) -> None:
     assert json.loads((directory.path / "hparams.json").read_text()) == {"h_dim": 32, "num_iterations": 9}
     assert json.loads((directory.path / "hparams.1.json").read_text()) == {"h_dim": 32}
     assert not (directory.path / "git.txt").exists()
-
-
-def test_hellodeepspeed_without_a_commit_and_without_a_checkout(tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    (folder / "program.py").write_text("one\n")
-    (tmp_path / "program.py").touch()
-    git(folder, "add", "program.py")
-    for source, commit, changes in (
-        (folder / "program.py", "none yet\n", "+one\n"),
-        (tmp_path / "program.py", f"not a git checkout, or git is not installed: {tmp_path}\n", ""),
-    ):
-        place = str(tmp_path / f"run-{source.parent.name}")
-        directory = open_run_directory(place, {}, source=source, names=RUN_FILES)
-        assert (directory.path / "githash.log").read_text() == commit
-        assert (directory.path / "gitdiff.log").read_text().endswith(changes)
-        assert json.loads((directory.path / "hparams.json").read_text()) == {}

@@ -55,12 +55,6 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
     assert two.bubble_ratio(4) == pytest.approx(1 - (12 + 24) / (2 * 27))
 
 
-def test_shorter_samples_have_fewer_tokens_and_operations() -> None:
-    workload = Workload(36, 6.0, model_flops_per_sample=12.0, device_count=2)
-    assert workload.at_length(36) is workload
-    assert workload.at_length(12) == Workload(12, 2.0, model_flops_per_sample=4.0, device_count=2)
-
-
 def test_utilization_needs_a_peak_and_a_rate() -> None:
     workload = Workload(36, 1.0, device_count=2, model_flops_per_sample=10.0, peak_flops_per_second=100.0)
     assert workload.utilization_ratio(8.0) == 0.4

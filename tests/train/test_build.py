@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,7 @@ from torch import nn
 
 import pretrain_gpt
 from megatron.checkpoint.record import Progress
-from megatron.config import Machine, RunConfig, TokenizerFacts, resolve
-from megatron.config.run_config import sections_of
+from megatron.config import Machine, TokenizerFacts, resolve
 from megatron.data.build import SplitDatasets
 from megatron.data.datasets.sample import Sample
 from megatron.errors import ExitCode, PeerLostError
@@ -65,16 +63,6 @@ def test_actions_at_intervals(step: int, interval: int | None, is_due: bool) -> 
     assert run_of(progress=Progress(step)).is_due(interval) is is_due
 
 
-def test_a_run_is_done_when_its_iterations_are() -> None:
-    assert not run_of("--train-iters 3", progress=Progress(2)).is_done
-    assert run_of("--train-iters 3", progress=Progress(3)).is_done
-
-
-def test_a_run_without_training_data_cannot_train() -> None:
-    with pytest.raises(RuntimeError, match="this run has no training data"):
-        run_of().train_batches()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_follow_the_consumed_samples(workers: int) -> None:
     run = run_of(f"--num-workers {workers}", train=Numbers())
@@ -84,29 +72,6 @@ def test_batches_follow_the_consumed_samples(workers: int) -> None:
         seen.append([batch.tokens[:, 0].tolist() for batch in run.train_batches()])
     run.data.close()
     assert seen == [[[start + i, start + i + 1] for i in (0, 2, 4, 6)] for start in (0, 8, 16, 40)]
-
-
-def test_passing_over_batches_moves_the_data_and_not_the_step() -> None:
-    run = run_of()
-    run.skip_batches(2)
-    assert run.progress == Progress(0, 16, 16 * 32)
-
-
-def test_the_groups_of_a_split() -> None:
-    assert run_of().data.evaluation_datasets("valid") == {"valid": "v"}
-    assert run_of().data.evaluation_datasets("test") == {"test": "t"}
-
-
-def test_closing_a_run_that_has_read_nothing() -> None:
-    run_of().data.close()
-
-
-def test_every_argument_is_logged_under_its_own_name() -> None:
-    fields = [field.name for section in sections_of(RunConfig).values() for field in dataclasses.fields(section)]
-    assert len(fields) == len(set(fields)), "two sections use one name, and one of them would be lost"
-    arguments = run_of().config.flat()
-    assert set(arguments) == set(fields)
-    assert (arguments["hidden_size"], arguments["micro_batch_size"], arguments["world_size"]) == (64, 2, 1)
 
 
 def test_parameters_are_counted_with_and_without_embeddings_and_frozen_ones() -> None:

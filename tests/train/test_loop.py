@@ -12,11 +12,9 @@ import pytest
 from megatron.checkpoint.record import Progress
 from megatron.config.sections.computation import PrecisionConfig
 from megatron.config.sections.safety import SafetyConfig
-from megatron.device import Elapsed
-from megatron.errors import DataError, ExitCode, NumericsError
+from megatron.errors import ExitCode, NumericsError
 from megatron.objective.metric import Metric
-from megatron.parallel.mesh import ParallelMesh, standard_axes
-from megatron.parallel.messages import TRANSFER
+from megatron.parallel.mesh import ParallelMesh
 from megatron.train import loop
 from megatron.train.callback import Callback, CallbackList
 from megatron.train.callbacks.evaluator import Evaluator
@@ -169,38 +167,6 @@ def test_a_whole_run_in_order() -> None:
     assert run.progress == Progress(3, 24, 240)
 
 
-class Clock:
-    """A stopwatch that always takes the same, and notes when it is started."""
-
-    def __init__(self, run: FakeRun) -> None:
-        self.run = run
-
-    def start(self) -> None:
-        self.run.events.append("time messages")
-
-    def take(self) -> Elapsed:
-        during = Elapsed()
-        during.parts += [("", 1.0, 1.5), (TRANSFER, 2.0, 2.25)]
-        return during
-
-
-def test_the_messages_of_a_step_are_those_since_it_began() -> None:
-    run = FakeRun(train_iters=1, eval_interval=100)
-    run.mesh = run.mesh.timed_by(Clock(run))  # type: ignore[arg-type]
-    run_to_end(run)
-    assert run.events[run.events.index("time messages") + 1][0] == "train"
-    (waits,) = run.waits
-    assert waits["communication_seconds"] == 0.75 and "transfer_seconds" not in waits  # there is one stage
-    assert waits["data_wait_seconds"] is not None and waits["memory_bytes"] > 2**20
-    run = FakeRun(train_iters=1, eval_interval=100)
-    run.mesh = ParallelMesh.at(standard_axes(2, pp=2), 0).timed_by(Clock(run))  # type: ignore[arg-type]
-    run_to_end(run)
-    assert run.waits[0]["transfer_seconds"] == 0.25
-    run = FakeRun(train_iters=1, eval_interval=100)
-    run_to_end(run)
-    assert "communication_seconds" not in run.waits[0]  # one rank sends nothing
-
-
 def test_an_epoch_ends_with_an_evaluation_and_a_checkpoint_if_asked() -> None:
     for asked in (True, False):
         settings = {"eval_each_epoch": asked, "save_each_epoch": asked, "eval_interval": 100}
@@ -258,38 +224,6 @@ def test_evaluating_only() -> None:
     run.progress = Progress(7, 56, 560)
     assert run_to_end(run) is ExitCode.DONE
     assert run.events == [("evaluate", "iteration 7", "valid"), ("evaluate", "iteration 7", "test")]
-
-
-def test_evaluations_without_a_loss_are_an_error() -> None:
-    run = FakeRun(eval_only=True)
-    run.evaluated = {"news": None, "code": None}
-    with pytest.raises(DataError, match="^nothing was evaluated: no token of the samples counts in the loss"):
-        run_to_end(run)
-    run.evaluated = {"news": None, "code": 1.5}
-    assert run_to_end(run) is ExitCode.DONE
-
-
-def test_a_run_of_empty_steps_ends_unsaved_with_an_error() -> None:
-    run = FakeRun(outcome=Outcome(loss=None, token_count=0))
-    with pytest.raises(DataError, match="^nothing was trained: no token counts in the loss in any of the 3 steps"):
-        run_to_end(run)
-    assert not [event for event in run.events if event[0] == "save"]
-    stopped = FakeRun(outcome=Outcome(loss=None, token_count=0))
-    stopped.verdicts = {2: StopVerdict.SIGNAL}
-    assert run_to_end(stopped) is ExitCode.REQUEUE, "the run may go on"
-
-
-def test_a_skipped_step_is_counted_and_consumes_its_samples() -> None:
-    run = FakeRun(outcome=Outcome(skipped=True, loss_scale=2.0))
-    run_to_end(run)
-    assert run.progress == Progress(3, 24, 240, skipped_steps=3)
-
-
-def test_a_bad_step_ends_the_run_unsaved() -> None:
-    run = FakeRun(outcome=Outcome(loss=math.nan, consecutive_bad=1), save="checkpoints", save_interval=1)
-    with pytest.raises(NumericsError, match="iteration 1: loss nan"):
-        run_to_end(run)
-    assert run.events == [("started", 0), *one_step(1)]
 
 
 def test_a_save_waits_for_a_good_step() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from megatron.config import StoppingConfig
-from megatron.errors import ExitCode
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.signals import StopSignals
 from megatron.train.stop import Stopping, StopRules, StopVerdict, kill_switch_is_on, kill_switch_message
@@ -36,12 +35,6 @@ class Clock:
         return self.now
 
 
-def test_only_a_signal_requests_a_requeue() -> None:
-    codes = {verdict: verdict.exit_code for verdict in StopVerdict}
-    assert codes.pop(StopVerdict.SIGNAL) == ExitCode.REQUEUE == 75
-    assert set(codes.values()) == {ExitCode.DONE}
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_only_sets_a_flag(signals: StopSignals, number: signal.Signals) -> None:
     assert signals.received is None
@@ -56,12 +49,6 @@ def test_a_signal_only_sets_a_flag(signals: StopSignals, number: signal.Signals)
 def test_a_rank_without_a_signal_can_still_name_the_reason() -> None:
     message = StopRules(StoppingConfig(), StopSignals()).message(StopVerdict.SIGNAL, 3)
     assert message.startswith("exiting program at iteration 3 because of a signal to another rank")
-
-
-def test_interval() -> None:
-    rules = StopRules(StoppingConfig(exit_interval=4), StopSignals())
-    assert [step for step in range(1, 10) if rules.verdict(step) is StopVerdict.INTERVAL] == [4, 8]
-    assert rules.message(StopVerdict.INTERVAL, 4) == "exiting program at iteration 4"
 
 
 def test_without_stop_conditions_nothing_stops() -> None:
@@ -117,10 +104,6 @@ def agreed(verdicts: dict[int, StopVerdict], steps: range, in_flight: int = 0, l
     stopping = Stopping(rules, ParallelMesh.single())
     stopping.steps_in_flight = in_flight
     return {step: stopping.decide(step, is_last=step == last) for step in steps}
-
-
-def test_the_verdict_of_one_rank_applies_to_all() -> None:
-    assert agreed({4: StopVerdict.SIGNAL}, range(3, 5)) == {3: StopVerdict.CONTINUE, 4: StopVerdict.SIGNAL}
 
 
 def test_an_interval_that_names_the_last_step_stops_nothing() -> None:

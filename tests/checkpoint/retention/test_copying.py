@@ -16,7 +16,6 @@ from megatron.errors import CheckpointError, DamagedError, StorageError
 from megatron.parallel.joining import open_mesh
 from tests.checkpoint.made.fake_pieces import cut_for_ranks, make_state
 from tests.checkpoint.retention.checkpoints import MESH, hidden, loaded_seed, save_step, steps
-from tests.helpers.machines.faulty_disk import FaultyDisk, faulty_disk
 from tests.helpers.ranks import run_ranks
 
 
@@ -92,27 +91,6 @@ def test_a_copy_that_lost_bytes_is_made_again(tmp_path: Path, capsys: pytest.Cap
     assert copy(source, tmp_path / "copies") == made
     assert contents(made) == contents(source)
     assert f"copying to {made} again: " in capsys.readouterr().err
-
-
-def test_a_full_disk_is_an_error_with_sizes_and_harms_nothing(tmp_path: Path) -> None:
-    source, directory = save_step(tmp_path / "source", 3), tmp_path / "copies"
-    save_step(directory, 2)
-    with faulty_disk(FaultyDisk(directory)) as disk:
-        copy(source, directory)
-    assert disk.operations > 6
-    for place in range(disk.operations):
-        shutil.rmtree(directory / "iter_0000003", ignore_errors=True)
-        with faulty_disk(FaultyDisk(directory, place, errno.ENOSPC, is_full=True)):
-            try:
-                copy(source, directory)
-            except StorageError as failure:
-                assert "No space left on device (ENOSPC); the file needs " in str(failure)
-                assert "use another --save-secondary directory" in str(failure)
-                assert loaded_seed(directory) == 2
-            else:
-                assert loaded_seed(directory) == 3  # only the hint could not be written
-        assert not [name for name in hidden(directory) if "iter_" in name]
-    assert place >= 6
 
 
 def test_too_little_space_is_reported_with_the_sizes(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import StorageError
-from megatron.objective.metric import StepMetrics
 from megatron.observe.destinations.destination import Safeguard
 from megatron.observe.destinations.tensorboard import TensorBoard
-from megatron.observe.metrics import TaskOutcome
 from tests.train.samples import WORKLOAD, Measured, metrics, report_config
 
 
@@ -28,32 +25,15 @@ class Fragile:
         self.failure = failure or OSError(28, "No space left on device")
         self.recorded: list[str] = []
 
-    def start(self, progress: Progress, arguments: Mapping[str, Any]) -> None:
-        self._take("start", progress.step)
+    def __getattr__(self, kind: str) -> Any:
+        if kind.startswith("_"):
+            raise AttributeError(kind)
+        return lambda *words: self._take(kind, *words)
 
-    def step(self, metrics: StepMetrics) -> None:
-        self._take("step", metrics.value("iteration"))
-
-    def interval(self, metrics: StepMetrics) -> None:
-        if self.is_buffered:
-            self._take("interval", metrics.value("iteration"))
-
-    def evaluation(self, progress: Progress, group: str, loss: float) -> None:
-        self._take("evaluation", progress.step)
-
-    def task(self, progress: Progress, task: TaskOutcome) -> None:
-        self._take("task", progress.step)
-
-    def skipped_batch(self, progress: Progress, batch: Mapping[str, int], number: int) -> None:
-        self._take("skipped_batch", batch["step"])
-
-    def failed_save(self, progress: Progress, step: int, reason: str, number: int) -> None:
-        self._take("failed_save", progress.step)
-
-    def close(self) -> None:
-        self._take("close", -1)
-
-    def _take(self, kind: str, step: int) -> None:
+    def _take(self, kind: str, first: Any = None, *_: Any) -> None:
+        step = -1 if first is None else first.step if isinstance(first, Progress) else first.value("iteration")
+        if kind == "interval" and not self.is_buffered:
+            return
         if step in self.refuses:
             raise self.failure
         self.recorded.append(f"{kind} {step}")

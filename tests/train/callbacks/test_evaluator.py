@@ -78,13 +78,6 @@ def test_the_first_samples_are_used_and_a_partial_batch_counts(count: int, asked
     assert run.open_loaders == 0
 
 
-def test_the_same_samples_every_time() -> None:
-    run = FakeRun([(1.0, 1)] * 4)
-    mean_loss(run, range(8), 8)
-    mean_loss(run, range(8), 8)
-    assert run.asked[:2] == run.asked[2:]
-
-
 def test_without_a_counted_token_there_is_no_loss_and_a_warning_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert mean_loss(FakeRun([(0.0, 0)]), range(4), 4) is None
     assert mean_loss(FakeRun([(1.0, 0.25), (0.0, 0.25)]), range(8), 8) == 2.0
@@ -112,12 +105,6 @@ def test_every_group_is_reported_under_its_name() -> None:
         (run.progress, "code", "iteration 5", 3.0),
     ]
     assert run.progress == Progress(5, 20, 200)
-
-
-def test_a_split_without_data_reports_nothing() -> None:
-    run = FakeRun([])
-    assert run.evaluator.evaluate(run, "the end", split="test") == {}
-    assert run.reported == []
 
 
 def test_the_callbacks_follow_every_evaluation() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron.checkpoint import read_record, verify
 from megatron.checkpoint.storage import Storage
 from megatron.config import SavingConfig
-from megatron.errors import ExitCode, LaunchError
+from megatron.errors import LaunchError
 from megatron.train.callbacks import retention
 from tests.checkpoint.made.saved_state import MESH, save_state
 from tests.helpers.samples import sampled
@@ -108,28 +108,6 @@ def test_tools_leave_a_copy_alone_that_is_being_made(
     assert f"iter_0000006 was not copied to --save-secondary {copies}: {copies} is in use by run" in said
     made.after_save(save_state(tmp_path / "run", 8), MESH)
     assert folders(copies) == ["iter_0000002", "iter_0000004", "iter_0000008"]
-
-
-def test_the_copies_of_another_run_are_not_mixed_with_ours(corpus: TinyCorpus, tmp_path: Path) -> None:
-    short = {"train_iters": 2, "save_interval": 2, "lr_warmup_fraction": None}
-    for name in ("first", "second"):
-        assert train(corpus.flags(folder=tmp_path / name, **short)) == (0, "")
-    others = tmp_path / "first" / "checkpoints"
-    flags = corpus.flags("--save-secondary", str(others), folder=tmp_path / "second", **{**short, "train_iters": 3})
-    code, text = train(flags)
-    assert code == ExitCode.STORAGE
-    assert "has checkpoints of run" in text and "Use another --save-secondary folder" in text
-    assert folders(others) == ["iter_0000002"]
-
-
-def test_a_folder_for_copies_that_cannot_be_written_is_an_error_at_the_start(
-    corpus: TinyCorpus, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    code, text = train(corpus.flags("--save-secondary", str(tmp_path / "file" / "copies"), folder=tmp_path))
-    assert code == ExitCode.STORAGE
-    assert str(tmp_path / "file") in text
-    assert not (tmp_path / "checkpoints").exists() or folders(tmp_path / "checkpoints") == []
 
 
 def test_a_run_whose_folder_is_lost_continues_from_what_its_nodes_hold(corpus: TinyCorpus, tmp_path: Path) -> None:

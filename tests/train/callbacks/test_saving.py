@@ -135,23 +135,6 @@ def test_a_step_is_saved_once(disk: Disk) -> None:
     assert record == run.saving.record(run).to_json()
 
 
-def test_a_step_that_was_loaded_is_not_saved_again(disk: Disk) -> None:
-    run = run_at(4)
-    run.saving.saved_step = 4
-    run.saving.save(run)
-    assert disk.calls == []
-
-
-def test_without_save_nothing_is_saved(disk: Disk) -> None:
-    save(run_at(4, save=None, save_interval=None), must_succeed=True)
-    assert disk.calls == []
-
-
-def test_the_optimizer_state_can_be_omitted(disk: Disk) -> None:
-    save(run_at(4, no_save_optim=True))
-    assert disk.calls[0][1] == ("pieces", False)
-
-
 def test_a_failed_save_is_reported_and_training_continues(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_at(4)
     disk.refusals = 1
@@ -165,25 +148,6 @@ def test_a_failed_save_is_reported_and_training_continues(disk: Disk, capsys: py
     run.progress = Progress(6, 48, 480)
     run.saving.save(run)
     assert (disk.steps, run.saving.saved_step, run.saving.failed) == ([6], 6, 0)
-
-
-def test_one_rank_reports_a_failed_save(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_at(4, rank=1)
-    disk.refusals = 1
-    run.saving.save(run)
-    assert capsys.readouterr().err == ""
-    assert run.saving.failed == 1
-
-
-def test_the_last_of_many_failures_in_a_row_ends_the_run(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
-    run = run_at(4)
-    disk.refusals = 3
-    run.saving.save(run)
-    run.saving.save(run)
-    assert capsys.readouterr().err.count("the checkpoint of iteration 4 was not saved: cannot write checkpoints") == 2
-    with pytest.raises(StorageError, match="No space left.* 3 consecutive saves failed .--max-failed-saves 3"):
-        run.saving.save(run)
-    assert [told[2] for told in run.told if len(told) == 3] == [1, 2, 3]
 
 
 def test_the_first_failure_ends_a_run_that_asks_for_it(disk: Disk) -> None:
@@ -202,14 +166,6 @@ def test_non_consecutive_failures_do_not_accumulate(disk: Disk) -> None:
         disk.refusals = 1 if step in (2, 6) else 0
         run.saving.save(run)
     assert disk.steps == [4, 8]
-
-
-def test_the_last_save_must_succeed(disk: Disk) -> None:
-    disk.refusals = 1
-    run = run_at(4)
-    with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
-        run.saving.save(run, must_succeed=True)
-    assert run.told[0][0] == 4
 
 
 def test_other_errors_are_not_treated_as_storage_failures(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,16 +194,6 @@ def test_the_record_contains_all_state_except_tensors(disk: Disk) -> None:
         "validation_loss": 2.25,
         "parts": {"counter": {"seen": 3}},
     }
-
-
-def test_a_validation_loss_is_that_of_the_saved_step(disk: Disk) -> None:
-    run = run_at(4)
-    run.progress = Progress(5, 40, 400)
-    assert run.saving.record(run).validation_loss is None
-
-
-def test_only_one_rank_reads_the_data_files(disk: Disk) -> None:
-    assert record_of(run_at(4, rank=1)).data == {}
 
 
 class Writer:
@@ -347,3 +293,17 @@ def test_any_other_failure_in_the_background_ends_the_run_at_once(run: Any, fail
     for must_succeed in (False, True):
         with pytest.raises(type(failure), match=str(failure)):
             run.saving.save(run, must_succeed=must_succeed)
+
+
+def test_what_is_saved_follows_flags_and_rank(disk: Disk) -> None:
+    save(run_at(4, save=None, save_interval=None), must_succeed=True)
+    loaded = run_at(4)
+    loaded.saving.saved_step = 4
+    save(loaded)
+    assert disk.calls == []
+    save(run_at(4, no_save_optim=True))
+    assert disk.calls[0][1] == ("pieces", False)
+    assert record_of(run_at(4, rank=1)).data == {}, "one rank reads the data files"
+    disk.refusals = 1
+    with pytest.raises(StorageError, match="cannot write checkpoints: No space left"):
+        save(run_at(4), must_succeed=True)

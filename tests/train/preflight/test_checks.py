@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.parse import RequestDraft, read_flags
-from megatron.errors import CheckpointError, ConfigError, DataError, ExitCode, LaunchError, MegatronError, StorageError
+from megatron.errors import CheckpointError, ConfigError, DataError, ExitCode, MegatronError, StorageError
 from megatron.train.preflight.checks import checked_request
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
@@ -163,28 +163,3 @@ def test_what_is_wrong_with_the_command_is_shown_by_the_first_rank_alone(
     for local, is_shown_by_another in (("0", False), ("1", True)):
         monkeypatch.setenv("SLURM_LOCALID", local)
         assert refusal(wrong_files).is_on_all_ranks is is_shown_by_another, "srun ends no other task of the node"
-
-
-def test_variables_of_a_launcher_that_contradict_each_other_stand_in_the_list(
-    corpus: TinyCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert type(refusal(read_flags(corpus.flags()))) is LaunchError
-    text = str(refusal(read_flags(corpus.flags(lr=None))))
-    assert text.splitlines()[0].startswith("--lr is required")
-    assert text.splitlines()[1].startswith("RANK=1 is set but WORLD_SIZE is not")
-
-
-def test_sizes_that_contradict_each_other_are_not_compared_with_the_processes(
-    corpus: TinyCorpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    text = str(refusal(read_flags(corpus.flags(global_batch_size=6))))
-    assert "--global-batch-size 6 is not a multiple of --micro-batch-size 2 x 2 data-parallel replicas = 4" in text
-    text = str(refusal(read_flags(corpus.flags(global_batch_size=3))))
-    assert text == "--global-batch-size 3 is not a multiple of --micro-batch-size 2. Use 2 or 4."
-    text = str(refusal(read_flags(corpus.flags(train_iters=None, train_samples=3))))
-    assert text.startswith("--train-samples 3 is less than the first global batch (--global-batch-size 4)")
-    text = str(refusal(read_flags(corpus.flags(tensor_model_parallel_size=0))))
-    assert text == "--tensor-model-parallel-size 0 is out of range. It must be at least 1."

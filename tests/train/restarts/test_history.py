@@ -13,7 +13,7 @@ import pytest
 from megatron import process_exit
 from megatron.errors import ExitCode, NumericsError, PeerLostError
 from megatron.train.restarts import history as history_module
-from megatron.train.restarts.history import HISTORY_NAME, STEP_NAME, Attempt, RestartHistory, read_attempts
+from megatron.train.restarts.history import HISTORY_NAME, STEP_NAME, RestartHistory, read_attempts
 
 RUN = "0123456789abcdef"
 
@@ -79,14 +79,6 @@ def test_which_ends_were_asked_for(tmp_path: Path, code: ExitCode, text: str, in
     assert [attempt.was_requested for attempt in read_attempts(tmp_path, RUN)] == [is_asked]
 
 
-def test_an_interrupt_is_asked_for(tmp_path: Path) -> None:
-    history = begun(tmp_path)
-    with pytest.raises(KeyboardInterrupt), history.recording():
-        train(history, 5, failure=KeyboardInterrupt())
-    (attempt,) = read_attempts(tmp_path, RUN)
-    assert attempt.was_requested and attempt.code == 130
-
-
 def test_the_first_end_counts_whichever_thread_writes_it(tmp_path: Path) -> None:
     history = begun(tmp_path)
     watchdog = threading.Thread(target=history.ended, args=(None, ExitCode.HANG, "rank 1 hangs"))
@@ -118,15 +110,6 @@ def test_the_step_of_a_killed_start_is_found(tmp_path: Path) -> None:
     assert RestartHistory().open(tmp_path, RUN) == [attempt], "its end was written down"
 
 
-def test_a_start_that_was_killed_before_training_has_no_step(tmp_path: Path) -> None:
-    train(begun(tmp_path), 5, 6)
-    RestartHistory().open(tmp_path, RUN)
-    begun(tmp_path)
-    attempts = RestartHistory().open(tmp_path, RUN)
-    assert [attempt.step for attempt in attempts] == [6, None]
-    assert "ended before training" in str(attempts[-1])
-
-
 def test_a_step_file_of_another_start_is_not_believed(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)
     (tmp_path / STEP_NAME).write_text("ffffffffffffffff 9".ljust(39) + "\n")
@@ -134,12 +117,6 @@ def test_a_step_file_of_another_start_is_not_believed(tmp_path: Path) -> None:
     train(begun(tmp_path), 5, 6)
     (tmp_path / STEP_NAME).write_text("6")
     assert [attempt.step for attempt in RestartHistory().open(tmp_path, RUN)] == [None, None]
-
-
-def test_the_starts_of_another_run_do_not_count(tmp_path: Path) -> None:
-    begun(tmp_path, run_id="f" * 16).ended(7, 77, "loss nan")
-    assert read_attempts(tmp_path, RUN) == []
-    assert RestartHistory().open(tmp_path, RUN) == []
 
 
 def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
@@ -157,12 +134,6 @@ def test_torn_and_foreign_lines_are_passed_over(tmp_path: Path) -> None:
     assert read_attempts(tmp_path, RUN) == whole
     begun(tmp_path).ended(8, 1, "other")
     assert [attempt.step for attempt in read_attempts(tmp_path, RUN)] == [7, 8]
-
-
-def test_text_that_a_terminal_would_obey_is_not_kept(tmp_path: Path) -> None:
-    begun(tmp_path).ended(7, 1, "\x1b[2Jgone" + "x" * 1000)
-    (attempt,) = read_attempts(tmp_path, RUN)
-    assert attempt.text.startswith("?[2Jgonexxx") and len(attempt.text) == 300
 
 
 def test_only_the_end_of_a_long_history_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +167,13 @@ def test_a_history_that_was_not_opened_keeps_nothing(tmp_path: Path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_attempt_without_end_has_none() -> None:
-    assert not Attempt("key", 4).has_ended
+def test_the_starts_of_another_run_do_not_count(tmp_path: Path) -> None:
+    begun(tmp_path, run_id="f" * 16).ended(7, 77, "loss nan")
+    assert read_attempts(tmp_path, RUN) == []
+    assert RestartHistory().open(tmp_path, RUN) == []
+
+
+def test_text_that_a_terminal_would_obey_is_not_kept(tmp_path: Path) -> None:
+    begun(tmp_path).ended(7, 1, "\x1b[2Jgone" + "x" * 1000)
+    (attempt,) = read_attempts(tmp_path, RUN)
+    assert attempt.text.startswith("?[2Jgonexxx") and len(attempt.text) == 300

@@ -18,7 +18,6 @@ from megatron.train.restarts.identity import (
     RunIdentity,
     base_of,
     base_text,
-    checkpoints_in,
     identity_of,
     is_same_base,
     read_identity,
@@ -45,12 +44,6 @@ def test_an_identity_is_written_and_read_back(tmp_path: Path) -> None:
     write_identity(tmp_path / "new", RunIdentity(ONE))
     assert read_identity(tmp_path / "new") == RunIdentity(ONE)
     assert [path.name for path in (tmp_path / "new").iterdir()] == [IDENTITY_NAME]
-
-
-def test_a_folder_that_names_no_run_has_none(tmp_path: Path) -> None:
-    assert identity_of(tmp_path) is identity_of(tmp_path / "absent") is None
-    saved(tmp_path, 4)
-    assert identity_of(tmp_path) is None, "an older version saved it"
 
 
 def test_a_missing_file_is_replaced_by_what_the_checkpoints_say(tmp_path: Path) -> None:
@@ -104,11 +97,6 @@ def test_only_checkpoints_of_the_run_pass() -> None:
     sentence = rf"it belongs to run {TWO}, but c to run {ONE}\. .*--load c/iter_0000004 and another --save"
     with pytest.raises(DamagedError, match=sentence):
         check(Path("c/iter_0000004"), {"run_id": TWO})
-
-
-def test_what_other_programs_left_in_a_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").touch()
-    assert checkpoints_in(tmp_path) == []
 
 
 def base(folder: Path) -> dict[str, Any]:

@@ -39,24 +39,6 @@ def saved_run(record: Record = RECORD) -> SavedRun:
     return SavedRun(record, LoadedCheckpoint(record.to_json(), Path("c")))
 
 
-def test_from_scratch_ignores_checkpoints(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c")
-    config = run_config(load=str(folder), save=str(folder), save_interval=1, from_scratch=True)
-    assert find_saved_run(config, MESH) is None
-
-
-def test_a_run_without_folders_is_a_new_run() -> None:
-    assert find_saved_run(run_config(), MESH) is None
-
-
-def test_the_newest_record_is_found(tmp_path: Path) -> None:
-    saved(tmp_path / "c", 4)
-    saved(tmp_path / "c", 6)
-    found = find_saved_run(run_config(load=str(tmp_path / "c")), MESH)
-    assert found is not None
-    assert found.record == make_record(6)
-
-
 def test_the_checkpoint_of_one_step_is_found(tmp_path: Path) -> None:
     folder = saved(tmp_path / "c", 4)
     saved(folder, 6)
@@ -66,17 +48,6 @@ def test_the_checkpoint_of_one_step_is_found(tmp_path: Path) -> None:
     assert found is not None and found.record == make_record(6)
     with pytest.raises(CheckpointError, match=r"has no checkpoint of step 5 .*It has these steps: 6, 4\."):
         find_saved_run(run_config(load=str(folder), ckpt_step=5), MESH)
-
-
-def test_a_run_from_an_older_step_saves_elsewhere(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", 4)
-    saved(folder, 6)
-    both = {"load": str(folder), "save": str(folder), "save_interval": 1}
-    with pytest.raises(CheckpointError, match=r"--ckpt-step 4 is older than the checkpoint of step 6 in --save"):
-        find_saved_run(run_config(**both, ckpt_step=4), MESH)
-    assert find_saved_run(run_config(**both, ckpt_step=6), MESH) is not None
-    elsewhere = {**both, "save": str(tmp_path / "other")}
-    assert find_saved_run(run_config(**elsewhere, ckpt_step=4), MESH) is not None
 
 
 def test_a_missing_checkpoint_starts_a_new_run_with_a_warning(
@@ -98,14 +69,6 @@ def test_a_missing_checkpoint_starts_a_new_run_with_a_warning(
     assert said.startswith(f"no checkpoint in {folder} yet: starting at iteration 0") and "warning" not in said
 
 
-def test_an_address_without_a_checkpoint_is_warned_of_as_an_address(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("fsspec")
-    assert find_start(run_config(load="memory://nothing/here"), MESH).saved is None
-    said = capsys.readouterr().err
-    assert said.startswith("warning: --load memory://nothing/here has no checkpoint. The run starts at iteration 0.")
-    assert "correct the address" in said and str(Path.cwd()) not in said
-
-
 def test_a_missing_checkpoint_can_be_an_error(tmp_path: Path) -> None:
     config = run_config(load=str(tmp_path), exit_on_missing_checkpoint=True)
     with pytest.raises(CheckpointError, match=f"--load {tmp_path} has no checkpoint, but --exit-on-missing"):
@@ -117,15 +80,6 @@ def test_saving_over_another_run_is_rejected(tmp_path: Path) -> None:
     sentence = rf"--save {tmp_path}/c already has checkpoints \(newest: iteration 6\).*--load {tmp_path}/c.*--from"
     with pytest.raises(CheckpointError, match=sentence):
         find_saved_run(config, MESH)
-
-
-def test_saving_to_an_empty_or_absent_folder_is_a_new_run(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "absent"):
-        assert find_saved_run(run_config(save=str(folder), save_interval=1), MESH) is None
-
-
-def test_the_same_tokenizer_passes() -> None:
-    check_tokenizer(LoadingConfig(load="c"), RECORD, TokenizerRecord("same", "a" * 64, 600))
 
 
 def test_another_tokenizer_is_refused_with_both() -> None:
@@ -174,11 +128,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
     monkeypatch.setattr(restore, "refresh_weights", refresh)
     return fake
-
-
-def test_without_a_record_training_starts_at_zero(engine: FakeEngine) -> None:
-    assert load_tensors(run_config(), engine, None) == (None, Progress())
-    assert engine.asked == []
 
 
 def test_a_resume_restores_everything(engine: FakeEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,14 +208,6 @@ def test_a_reset_iteration_takes_the_moments_as_well(
     assert "finetuning the weights and optimizer state" in capsys.readouterr().err
 
 
-def test_training_continues_without_optimizer_state(engine: FakeEngine, tmp_path: Path) -> None:
-    config = run_config(load=str(saved(tmp_path / "c")), no_load_optim=True)
-    _, progress = load_tensors(config, engine, saved_run())
-    assert progress.step == 4
-    assert (engine.asked, engine.updates, engine.loss_scales) == ([False], [None], [])
-    assert engine.restarted == [False]
-
-
 def test_a_checkpoint_without_optimizer_state_is_rejected(engine: FakeEngine) -> None:
     record = make_record(config={"control": {"no_save_optim": True}})
     with pytest.raises(CheckpointError, match=r"in c was saved with --no-save-optim .*--no-load-optim .*--finetune"):
@@ -320,17 +261,6 @@ def test_a_new_run_gets_an_identity_that_its_folder_keeps(tmp_path: Path) -> Non
     assert find_start(run_config(), MESH).identity.run_id
 
 
-def test_a_resumed_run_keeps_its_identity_in_another_folder(tmp_path: Path) -> None:
-    saved(tmp_path / "a", 4, run_id=ONE)
-    for folder in ("a", "b", "b"):
-        start = started(tmp_path / folder, load=str(tmp_path / "a"))
-        assert start.identity.run_id == ONE
-        assert read_identity(tmp_path / folder) == RunIdentity(ONE)
-    saved(tmp_path / "b", 6, run_id=ONE)
-    assert started(tmp_path / "b", load=str(tmp_path / "a")).identity.run_id == ONE
-    assert find_start(run_config(load=str(tmp_path / "a")), MESH).identity.run_id == ONE
-
-
 def test_a_run_of_an_older_version_gets_an_identity(tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", 4)
     start = started(folder, load=str(folder))
@@ -357,13 +287,6 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
         assert named.saved is not None and named.saved.record.run_id == named.identity.forked_from["run_id"] == TWO
         with pytest.raises(CheckpointError, match=rf"has checkpoints of run {ONE} \(newest: .*resumes run {TWO}"):
             started(folder, **flags)
-
-
-def test_nothing_but_the_checkpoints_of_another_run_is_an_error(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "a", 8, run_id=TWO)
-    write_identity(folder, RunIdentity(ONE))
-    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, but .* {ONE}"):
-        started(folder, load=str(folder))
 
 
 def test_the_tensors_of_another_run_are_not_loaded_instead_of_damaged_ones(engine: FakeEngine, tmp_path: Path) -> None:
@@ -407,21 +330,6 @@ def test_a_fine_tuning_continues_its_own_progress(tmp_path: Path, run_id: str) -
         assert resumed.identity == first.identity == read_identity(own)
         assert resumed.config.loading == LoadingConfig(load=str(own))
         assert resumed.saved is not None and resumed.saved.record.progress.step == 2
-
-
-def test_a_fine_tuning_whose_folder_is_lost_continues_from_its_copies(tmp_path: Path) -> None:
-    base, own, copies = saved(tmp_path / "base", 4, run_id=ONE), tmp_path / "own", tmp_path / "copies"
-    flags = {"load": str(base), "finetune": True, "save_secondary": str(copies)}
-    first = started(own, **flags)
-    assert first.config.loading.finetune and read_identity(copies) == first.identity
-    saved(copies, 2, run_id=first.identity.run_id, finetuned_from=first.identity.finetuned_from)
-    shutil.rmtree(own)
-    resumed = started(own, **flags)
-    assert (resumed.config.loading.finetune, resumed.identity) == (False, first.identity)
-    assert resumed.saved is not None and resumed.saved.found.path == copies / "iter_0000002"
-    other = saved(tmp_path / "b", 3, run_id=TWO)
-    with pytest.raises(CheckpointError, match=rf"b has checkpoints of run {TWO} .*their steps would be mixed"):
-        started(other, **flags)
 
 
 def test_the_newest_good_checkpoint_of_both_folders_is_taken(
@@ -486,9 +394,24 @@ def test_a_fine_tuning_is_not_mixed_with_another_run(tmp_path: Path) -> None:
     assert read_identity(base) is None, "the folder of the base is left alone"
 
 
-def test_a_folder_for_another_fine_tuning_that_saved_nothing_is_taken(tmp_path: Path) -> None:
-    one, two = saved(tmp_path / "one", 4, run_id=ONE), saved(tmp_path / "two", 4, run_id=TWO)
-    first = started(tmp_path / "own", load=str(one), finetune=True).identity
-    second = started(tmp_path / "own", load=str(two), finetune=True).identity
-    assert second.run_id != first.run_id and second.finetuned_from["run_id"] == TWO
-    assert started(tmp_path / "own").identity.finetuned_from == {}
+def test_training_continues_without_optimizer_state(engine: FakeEngine, tmp_path: Path) -> None:
+    config = run_config(load=str(saved(tmp_path / "c")), no_load_optim=True)
+    _, progress = load_tensors(config, engine, saved_run())
+    assert progress.step == 4
+    assert (engine.asked, engine.updates, engine.loss_scales) == ([False], [None], [])
+    assert engine.restarted == [False]
+
+
+def test_a_fine_tuning_whose_folder_is_lost_continues_from_its_copies(tmp_path: Path) -> None:
+    base, own, copies = saved(tmp_path / "base", 4, run_id=ONE), tmp_path / "own", tmp_path / "copies"
+    flags = {"load": str(base), "finetune": True, "save_secondary": str(copies)}
+    first = started(own, **flags)
+    assert first.config.loading.finetune and read_identity(copies) == first.identity
+    saved(copies, 2, run_id=first.identity.run_id, finetuned_from=first.identity.finetuned_from)
+    shutil.rmtree(own)
+    resumed = started(own, **flags)
+    assert (resumed.config.loading.finetune, resumed.identity) == (False, first.identity)
+    assert resumed.saved is not None and resumed.saved.found.path == copies / "iter_0000002"
+    other = saved(tmp_path / "b", 3, run_id=TWO)
+    with pytest.raises(CheckpointError, match=rf"b has checkpoints of run {TWO} .*their steps would be mixed"):
+        started(other, **flags)

@@ -19,7 +19,7 @@ import finetune_t0_non_causal_decoder
 import pretrain_gpt
 import pretrain_prefix_lm
 from megatron.data.formats.indexed_writer import IndexedWriter
-from megatron.errors import ExitCode, MegatronError
+from megatron.errors import MegatronError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, write_tiny_corpus
 
@@ -178,27 +178,3 @@ def test_ranged_groups_of_data(corpus: TinyCorpus, tmp_path: Path) -> None:
     for (name, _), text in zip(commands, run_well(commands), strict=True):
         assert sorted(losses(tmp_path / name)) == [1, 2]
         assert all(f"{group} loss at the end of training" in text for group in ("VALID1", "VALID2"))
-
-
-def test_what_the_programs_refuse(corpus: TinyCorpus, ran: Ran) -> None:
-    whole = ran.folder / "whole"
-    found = dict(
-        zip(
-            ("objective", "no pairs", "resumed as causal", "weights"),
-            run_programs(
-                0,
-                [
-                    ("pairs", _pairs(corpus, "--objective", "causal")),
-                    ("pairs", corpus.flags(*ALIBI)),
-                    ("gpt", corpus.flags("--reset-attention-mask", folder=whole, **{**CALM, "train_iters": 8})),
-                    ("pairs", _pairs(corpus, "--reweight-loss-based-on-position-frequency")),
-                ],
-            ),
-            strict=True,
-        )
-    )
-    code, message = found["objective"]
-    assert code == ExitCode.USAGE and "this program requires --objective multitask" in message
-    assert found["no pairs"][0] == ExitCode.DATA and "tiny_text_document_inputs_document.idx" in found["no pairs"][1]
-    assert found["resumed as causal"][0] == ExitCode.USAGE and "--objective" in found["resumed as causal"][1]
-    assert found["weights"][0] == ExitCode.USAGE and "requires --objective prefix" in found["weights"][1]

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron.config import DataConfig
-from megatron.data.build import build_split_datasets
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.window_names import shard_name
-from megatron.data.loader import MicroBatches
-from megatron.data.sources.source import DataRequest
-from megatron.parallel.joining import open_mesh
-from megatron.train.start_up.engine_opening import build_engine
 from tests.data.databases import Database, numbered
 from tests.data.windows_files import padded_windows, write_windows
-from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, saved_config, steps, train, write_tiny_corpus
-from tests.parity.layouts import layout_config
-from tests.parity.reference import Recipe
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 
@@ -73,46 +61,6 @@ def test_mock_data_needs_no_files_and_resumes_in_another_layout(corpus: TinyCorp
     config = saved_config(tmp_path / "cut")
     assert (config.model.vocab_size, config.data.data_path) == (512, ("mock:",))
     assert "test" in (tmp_path / "whole" / "run" / "log.txt").read_text()
-
-
-def unigram_losses(rank: int, paths: list[str], probabilities: list[float]) -> list[tuple[float, int]]:
-    """The loss sum and token count of a network whose token probabilities ignore the context."""
-    recipe = dataclasses.replace(Recipe(), num_layers=1, sequence_length=8, vocab_size=len(probabilities))
-    config = layout_config(recipe, (1, 1, 1), 0, [])
-    engine = build_engine(config, open_mesh(config.parallel))
-    weights = dict(engine.module.named_parameters())
-    with torch.no_grad():
-        (table,) = (weight for name, weight in weights.items() if "word_embeddings" in name)
-        table.zero_()
-        table[: len(probabilities), 0] = torch.tensor(probabilities).log()
-        for name, weight in weights.items():
-            if "final_layernorm" in name:
-                weight.zero_()
-                if name.endswith("bias"):
-                    weight[0] = 1.0
-    results = []
-    for path in paths:
-        datasets, _ = build_split_datasets(
-            DataRequest(DataConfig(seq_length=8, valid_data_path=(path,)), 8, 1, (0, 4, 0))
-        )
-        batches = MicroBatches(datasets.valid["valid"], first_sample=0, global_batch_size=4, micro_batch_size=2)
-        results.append(engine.evaluate(batches))
-    return results
-
-
-def test_the_loss_is_the_mean_over_real_tokens(tmp_path: Path) -> None:
-    """By hand: of the first windows 5 + 1 + 0 + 7 labels are real; of the second 3 of the last 7 are ignored."""
-    probabilities = [0.5, 0.1, 0.2, 0.05, 0.15]
-    windows = padded_windows([[1, 2, 3, 4, 1, 2], [4, 4], [3], [1, 1, 1, 1, 2, 2, 2, 3]], 8)
-    paths = [write_windows(tmp_path / "padded.parquet", windows)]
-    windows.labels[3, :4] = -100
-    paths.append(write_windows(tmp_path / "ignored.parquet", windows))
-    labels = [2, 3, 4, 1, 2] + [4] + [1, 1, 1, 2, 2, 2, 3]
-    by_hand = -sum(math.log(probabilities[label]) for label in labels)
-    (((padded_sum, padded_tokens), (ignored_sum, ignored_tokens)),) = run_ranks(unigram_losses, 1, paths, probabilities)
-    assert (padded_tokens, ignored_tokens) == (13, 10)
-    assert padded_sum == pytest.approx(by_hand, rel=1e-5)
-    assert ignored_sum == pytest.approx(by_hand + 3 * math.log(probabilities[1]), rel=1e-5)
 
 
 def test_epochs_are_passes_over_the_rows_and_may_be_raised_at_a_resume(corpus: TinyCorpus, tmp_path: Path) -> None:

@@ -33,10 +33,6 @@ def engine_with(blocks: int) -> Engine:
     return cast(Engine, fake)
 
 
-def test_all_layers_are_built() -> None:
-    check_layers(engine_with(12), 12)
-
-
 def test_a_missing_layer_is_an_error() -> None:
     with pytest.raises(LaunchError, match="hold 28 transformer layers, not the 30"):
         check_layers(engine_with(28), 30)
@@ -72,8 +68,3 @@ def test_the_split_matrices_of_the_blocks_that_are_named() -> None:
     chosen = {name for name, module in stack.named_modules() if getattr(module, "float8", None) is float8}
     layers = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     assert chosen == {f"decoder.layers.{index}.{layer}" for index in (1, 2) for layer in layers}
-
-
-def test_experts_are_left_out_and_sizes_that_do_not_fit_are_counted() -> None:
-    stack = build_gpt(tiny_config(num_experts=2, moe_layer_pattern=(1, 0), ffn_hidden_size=40))
-    assert use_float8(stack, Float8(), range(2)) == (6, 4)

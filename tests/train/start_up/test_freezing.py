@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from megatron.checkpoint import read_tensors
 from megatron.checkpoint.manifest import read_manifest
-from megatron.config import FinetuningConfig, LoadingConfig, parse
+from megatron.config import FinetuningConfig, LoadingConfig
 from megatron.errors import ConfigError
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import ParallelMesh
@@ -132,33 +131,7 @@ def test_what_is_trained_again_keeps_what_iterates_counted_before(capfd: Any) ->
     assert set(freezing.as_of(3, 0.25).averaged_from.values()) == {0.125, 0.25}
 
 
-def test_wrong_patterns_are_refused_before_training(corpus: TinyCorpus, base: Path, tmp_path: Path) -> None:
-    for pattern, text in (
-        ("decoder.layer.0.*", "--freeze 'decoder.layer.0.*' matches none of the 28 parameters"),
-        ("*", "--freeze * matches all 28 parameters of the network"),
-    ):
-        code, message = train(tuned(corpus, base, "--freeze", pattern, save=None))
-        assert code == 64 and text in message
-
-
-def test_the_command_of_the_guide_parses() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "freezing.md").read_text()
-    command = text.partition("```bash\n")[2].partition("```")[0]
-    words = [word for word in shlex.split(command) if word != "\n"][2:]
-    place = words.index("--config")
-    network = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --max-position-embeddings 256"
-    request = parse(words[:place] + words[place + 2 :] + f"{network} --vocab-file v --merge-file m".split())
-    assert request.finetuning.freeze == ("embedding.*", "decoder.layers.[0-7].*") and request.finetuning.epochs == 3
-
-
 def test_patterns_are_checked_against_the_names_of_the_network_alone() -> None:
     check_patterns(FinetuningConfig(freeze=("embedding.*",)), tiny_config())
     with pytest.raises(ConfigError, match="--freeze 'decoder.layer.0' matches none of the"):
         check_patterns(FinetuningConfig(freeze=("decoder.layer.0",)), tiny_config())
-
-
-def test_patterns_for_an_encoder_are_checked_against_its_own_names() -> None:
-    heads = FinetuningConfig(freeze=("output_layer.lm_head.*",))
-    check_patterns(heads, tiny_config(bidirectional=True, masked_lm_head=True))
-    with pytest.raises(ConfigError, match="--freeze 'output_layer.lm_head.\\*' matches none of the"):
-        check_patterns(heads, tiny_config())

@@ -16,11 +16,8 @@ from megatron.errors import StorageError
 from megatron.parallel.joining import close_mesh, open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.start_up.run_names import (
-    ADJECTIVES,
-    SURNAMES,
     experiment_name,
     reserve_name,
-    run_name,
     with_run_name,
 )
 from tests.helpers.ranks import run_ranks
@@ -58,12 +55,6 @@ def test_the_name_goes_into_every_folder_that_has_a_place_for_it(tmp_path: Path)
     assert with_run_name(named, named["report"].run_dir, ParallelMesh.single()) == named
 
 
-def test_an_experiment_has_a_name_of_another_form(tmp_path: Path) -> None:
-    run_dir = _run_dir_of(f"{tmp_path}/all/{{experiment}}", ParallelMesh.single())
-    assert [str(path) for path in (tmp_path / "all").iterdir()] == [run_dir]
-    assert EXPERIMENT.fullmatch(Path(run_dir).name)
-
-
 def _run_dir_of(run_dir: str, mesh: ParallelMesh) -> str:
     named: Any = with_run_name({"report": ReportConfig(run_dir=run_dir)}, run_dir, mesh)
     return str(named["report"].run_dir)
@@ -80,12 +71,6 @@ def _named(rank: int, parent: str) -> str:
 def test_all_ranks_use_the_name_of_the_first(tmp_path: Path) -> None:
     first, second = run_ranks(_named, 2, str(tmp_path))
     assert first == second and [str(path) for path in tmp_path.iterdir()] == [first]
-
-
-def test_a_name_has_two_words_and_the_hour() -> None:
-    assert run_name(lambda words: words[0], AT) == f"{ADJECTIVES[0]}_{SURNAMES[0]}-26112211"
-    assert len(set(ADJECTIVES)) == len(ADJECTIVES) and len(set(SURNAMES)) == len(SURNAMES)
-    assert all(re.fullmatch("[a-z]+", word) for word in (*ADJECTIVES, *SURNAMES))
 
 
 def test_a_name_has_its_start_and_three_digits_that_are_drawn() -> None:

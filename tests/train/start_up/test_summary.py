@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron.config import ParallelConfig
 from megatron.data.build import SourceUsage
 from megatron.data.order.plan import SourcePlan
-from megatron.train.start_up.summary import layout_rows, pipeline_rows, shares_text, size_text, summary_lines
+from megatron.parallel.mesh import ParallelMesh, standard_axes
+from megatron.train.start_up.summary import layout_rows, pipeline_rows, rank_grid, shares_text, size_text, summary_lines
 
 
 def taken(name: str, ratio: float, epochs: float) -> SourceUsage:
@@ -84,3 +85,11 @@ def test_the_largest_sources_come_first_and_the_rest_in_one_word() -> None:
     assert shares_text(shares) == (
         "source_4 33.3% (1.00 epochs), source_3 26.7% (1.00 epochs), source_2 20.0% (1.00 epochs), 2 others 20.0%"
     )
+
+
+def test_the_grid_counts_as_the_mesh_does() -> None:
+    assert rank_grid(1, 3, 1) == ["[0] [1] [2]"]
+    for rank in range(8):
+        mesh = ParallelMesh.at(standard_axes(8, tp=2, pp=2), rank)
+        brackets = rank_grid(2, 2, 2)[mesh.pp.rank].split("[")[1:]
+        assert brackets[mesh.batch.rank].rstrip("] ").split()[mesh.tp.rank] == str(rank)
