@@ -31,7 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HeldMatrix(NamedTuple):
-    """A matrix, and this rank's part, from `offset` in a flat tensor of the optimizer: None if it has no part."""
+    """A matrix, and this rank's part, from `offset` in a tensor of the optimizer; `flat` is None without a part."""
 
     matrix: DividedMatrix
     flat: torch.Tensor | None

@@ -47,7 +47,7 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
         self.optim = optim
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The entries that this optimizer adds to a parameter's group; others are in other groups."""
+        """This optimizer's entries of a parameter's group; parameters with different ones are in different groups."""
         return {}
 
     @abstractmethod

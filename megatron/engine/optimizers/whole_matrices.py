@@ -17,7 +17,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
 from megatron.parallel.shard_spec import Dimension, ShardSpec
 
-_BUCKET_ELEMENTS = 2**28  # at most, of the shards in transit at once
+_BUCKET_ELEMENTS = 2**28  # the most in transit at once
 
 
 @dataclass(frozen=True)
