@@ -29,7 +29,7 @@ from megatron.parallel.messages import all_gather_json, all_reduce_max, all_redu
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# How many differing tensors of a group of ranks are compared by value, and described, largest difference first.
+# Numbers of differing tensors per group of ranks that are compared by value, and described, largest difference first.
 _COMPARED, _DESCRIBED = 64, 3
 
 CHUNK = 1 << 18

@@ -16,7 +16,7 @@ _DESCRIBED = 3
 
 
 class FiniteCheck:
-    """One rank's loss and the largest magnitude in each gradient of a step, not finite if any element is not.
+    """One rank's loss and the largest magnitude in each gradient of a step, finite only if all elements are.
 
     They stay on the device unless the step is bad, so that good steps do not wait for them.
     """

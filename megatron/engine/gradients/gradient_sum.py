@@ -20,7 +20,7 @@ from megatron.parallel.tensor.weight_gradients import AddProduct
 Tied = Sequence[tuple[nn.Parameter, Axis]]
 BucketHook = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
-_BUCKET_ELEMENTS = 500_000_000  # at most, averaged in one message, if gradients are not in one buffer
+_BUCKET_ELEMENTS = 500_000_000  # the most that one message averages, if gradients are not in one buffer
 
 
 class FlatGroup(NamedTuple):
