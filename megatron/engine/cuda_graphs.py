@@ -1,8 +1,8 @@
 """Forward, loss and backward of a micro-batch as one CUDA graph, launched by a single call.
 
-Without a graph, the host launches a thousand kernels per micro-batch, which is slower than a small network's GPU work.
-A graph replays kernels on fixed addresses: inputs are copied to its buffers, and it writes loss, sums of the objective
-and gradients to others.
+Without a graph, the host launches a thousand kernels per micro-batch, which takes longer than a small network's work.
+A graph replays kernels on fixed addresses: inputs are copied to its input buffers, and it writes loss, sums of the
+objective and gradients to others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.messages import all_reduce_max
 
 AUTO, OFF = "auto", "off"
-WARM_UP_MICRO_BATCHES = 3  # of each shape before capture: libraries choose kernels and allocate workspaces
+WARM_UP_MICRO_BATCHES = 3  # of each shape before capture, while libraries choose kernels and allocate workspaces
 MOST_GRAPHS = 2  # each holds the gradients of all parameters
 
 
@@ -55,7 +55,7 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         "gradients are averaged bucket by bucket within the backward pass (a reduce_bucket_size in --deepspeed_config "
         "of at least the parameters of a rank avoids it)": by_hooks and stage == 2,
         "each gradient is added within the backward pass (bf16.immediate_grad_update of --deepspeed_config)": by_hooks,
-        "the host reads how many tokens an expert gets": model.num_experts > 1 and not model.drops_tokens,
+        "the host reads the number of tokens of each expert": model.num_experts > 1 and not model.drops_tokens,
         "ring attention exchanges keys and values between its parts": parallel.ring_size > 1,
         f"messages of {parallel.distributed_backend} inside the blocks cannot be captured": (
             parallel.tensor_model_parallel_size * parallel.ulysses_size * parallel.expert_model_parallel_size > 1
@@ -70,7 +70,7 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         ),
         "only torch's variable-length attention supports windows without planning on the host (torch 2.10, half "
         "precision, head sizes that are multiples of 8, 256 at most)": is_windowed and not flashes,
-        "programs of --compile have not been captured yet": config.kernels.compile,
+        "graphs of programs of --compile are not supported yet": config.kernels.compile,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -91,7 +91,7 @@ def any_failed_on(mesh: ParallelMesh) -> Callable[[bool], bool]:
 
 
 class Outcome(NamedTuple):
-    """The results of a micro-batch; the next replay overwrites those of a graph.
+    """The results of a micro-batch; if a graph computed them, its next replay overwrites them.
 
     Shapes: loss `[]`; sums as in `StepTotals`; gradients as the trained parameters, None if the loss does not depend on
     a parameter.

@@ -80,8 +80,8 @@ def initialize(
     optimizer = build_optimizer(plan, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     with_experts = optimizers_for_experts(has_experts and stage > 0)
-    # DeepSpeed flattens parameters and keeps views of them. With autograd enabled, these would keep the nodes that
-    # accumulate gradients on the stream of this call, which prevents capture as a CUDA graph.
+    # DeepSpeed flattens parameters and keeps views of them. With autograd enabled, the views would keep gradient
+    # accumulation on the stream of this call, which prevents capture as a CUDA graph.
     with torch.no_grad(), quiet(), as_local_rank(mesh.device), with_experts:
         engine, *_ = deepspeed.initialize(
             model=module,
@@ -110,7 +110,7 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
     if accumulation != "fp32" and mesh.world.rank == 0:
         log.warning(
             f"gradients are accumulated in {accumulation}, as set by the --deepspeed_config file (data_types, "
-            f"grad_accum_dtype): with many micro-batches small ones are lost. Remove the entry to accumulate in fp32."
+            f"grad_accum_dtype): small ones are lost over many micro-batches. Remove the entry to accumulate in fp32."
         )
 
 
@@ -138,15 +138,15 @@ def build_optimizer(
     """Builds the optimizer with its parameter groups.
 
     Trained parameters are grouped by weight decay (matrices only), `lr_multiplier` (the factor of the group's learning
-    rate), the update at which their training began, the optimizer's own `group_entries`, and by expert or not. A tied
-    weight is a separate group, so that both stages partition it alike over their data-parallel ranks.
+    rate), the update at which their training began, the optimizer's own `group_entries`, and whether they are experts'.
+    A tied weight is a separate group, so that both stages partition it alike over their data-parallel ranks.
 
     Args:
         tied: the weights that another stage also holds.
-        is_offloaded: the optimizer updates in host memory, which GPU-only implementations cannot.
+        is_offloaded: the optimizer updates in host memory, which GPU-only implementations do not support.
 
     Raises:
-        ConfigError: the implementation is not installed, or cannot be offloaded.
+        ConfigError: the implementation is not installed, or the optimizer cannot be offloaded.
     """
     if is_offloaded and plan.offload_refusal is not None:
         raise ConfigError(plan.offload_refusal)
@@ -195,7 +195,7 @@ def _placeholder(module: nn.Module) -> nn.Parameter:
 
 @contextlib.contextmanager
 def timed_messages(stopwatch: Stopwatch | None) -> Iterator[None]:
-    """Times DeepSpeed's messages in the block; sends and receives of stages count as "transfer"."""
+    """Times DeepSpeed's messages in the block; sends and receives between stages count as "transfer"."""
     if stopwatch is None:
         yield
         return

@@ -12,15 +12,15 @@ from megatron.config.files.deepspeed_table import governing_flags
 # DeepSpeed has no setting for "never print".
 _NEVER_PRINT_STEPS = 2**31 - 1
 
-# Elements of a sub-group for partial offload, if the DeepSpeed file sets no size: with DeepSpeed's default of 1e9 there
-# would often be a single one.
+# Elements of a sub-group for partial offload, if the DeepSpeed file sets no size: DeepSpeed's default of 1e9 often
+# results in a single sub-group.
 SUB_GROUP_SIZE = 2**24
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     """Builds DeepSpeed's configuration of a resolved run.
 
-    The `--deepspeed_config` file, already checked by `parse` and `resolve`, overrides its settings.
+    The `--deepspeed_config` file, already checked by `parse` and `resolve`, overrides settings that no flag governs.
     """
     path = config.parallel.deepspeed_config
     extra = {} if path is None else read_settings(path)
@@ -35,7 +35,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
     merged = _merge(base, {**extra, "bf16": {**older, **extra.get("bf16", {})}})
     for path_in_file in governing_flags():
         _keep(merged, base, path_in_file)
-    if config.parallel.splits_sequence:  # tensor-parallel ranks hold different tokens, so none can be gathered
+    if config.parallel.splits_sequence:  # tensor-parallel ranks hold different tokens, not copies
         merged["pipeline"] = {**merged.get("pipeline", {}), "pipe_partitioned": False, "grad_partitioned": False}
     if offloaded_ratio(merged["zero_optimization"]) < 1:
         merged["zero_optimization"].setdefault("sub_group_size", SUB_GROUP_SIZE)
@@ -43,7 +43,7 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 
 
 def without_ratio(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without DeepSpeed's partial offload: it offloads everything, see `keep_on_device`."""
+    """The settings without `ratio`: DeepSpeed then offloads everything, and `keep_on_device` moves a part back."""
     zero = dict(settings["zero_optimization"])
     if "offload_optimizer" in zero:
         zero["offload_optimizer"] = {key: value for key, value in zero["offload_optimizer"].items() if key != "ratio"}
@@ -51,7 +51,7 @@ def without_ratio(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sub_groups_to_keep(sizes: Sequence[int], ratio: float) -> list[int]:
-    """The indices of the sub-groups that stay on the device: the first that fit into its share of all elements."""
+    """The indices of the sub-groups to keep on the device: in order, each that still fits into the device's share."""
     remaining = (1.0 - ratio) * sum(sizes)
     kept = []
     for index, size in enumerate(sizes):
@@ -107,7 +107,7 @@ def _merge(base: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep(merged: dict[str, Any], base: Mapping[str, Any], path: tuple[str, ...]) -> None:
-    """Restores the base value of a setting that a flag governs; for example, stage 0 runs as 1 in half precision."""
+    """Restores the base value of a setting that a flag governs, such as the stage: 0 runs as 1 in half precision."""
     *parents, last = path
     for key in parents:
         merged, base = merged.get(key, {}), base.get(key, {})

@@ -40,7 +40,7 @@ class Engine:
         settings: the DeepSpeed configuration, see `ds_config.deepspeed_config`.
         steps: settings shared by all micro-batches.
         seed: seed of the initial parameter values.
-        freezing: the frozen parameters, and those that were frozen earlier.
+        freezing: the parameters that are frozen, or were frozen earlier.
         pipeline: the division of the layers over the ranks of a pipeline.
         checks: checks of every step; with ZeRO 3, gradients are not checked.
 
@@ -125,7 +125,7 @@ class Engine:
     def before_update(self, work: Callable[[], None]) -> None:
         """Registers work to be done before each change of the weights: an update, or `using_averages`.
 
-        It is not done for an update that the host knows to be skipped.
+        The work is not done for an update that the host knows to be skipped.
         """
         self._before_changes.append(work)
 
@@ -209,7 +209,7 @@ class Engine:
         """Evaluates another objective on one global batch and returns its sums by name, equal on all ranks.
 
         All micro-batches have the same shape, of any length, so sequences are not split: every rank of `mesh.loss`
-        passes samples of its own. Experts drop no tokens, so that samples are independent of each other.
+        passes different samples. Experts drop no tokens, so that samples are independent of each other.
 
         Shapes: each `[n]` float64, on the CPU, with the `n` of `sum_sizes`.
         """

@@ -38,7 +38,7 @@ class FreezeSpec:
     averaged_from: Mapping[str, float] = field(default_factory=dict)
 
     def as_of(self, update_count: int, weight: float) -> FreezeSpec:
-        """Adapts it to a checkpoint with this many updates and this averaging weight, which may be an older one."""
+        """Adapts it to a checkpoint, perhaps an older one, with this many updates and this averaging weight."""
         counts = {name: min(count, update_count) for name, count in self.began_at.items()}
         weights = {name: min(earlier, weight) for name, earlier in self.averaged_from.items()}
         return dataclasses.replace(self, began_at=counts, averaged_from=weights)

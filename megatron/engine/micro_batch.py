@@ -33,7 +33,7 @@ class DeviceBatch:
     Attributes:
         inputs: the inputs of the first layer; empty on ranks without it.
         passed: the tensors from which each stage builds the `StepContext`.
-        shape: samples, and tokens of each: the first two dimensions of hidden states.
+        shape: number of samples, and of tokens in each: the first two dimensions of hidden states.
         first_sample: the first sample id, as a Python integer; None if it is only on the device.
         targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the
             order of `target_names`.
@@ -79,7 +79,7 @@ class DeviceBatch:
             length = positions.shape[1]
 
         def move(name: str, array: np.ndarray) -> torch.Tensor:
-            if array.ndim == 2:  # of samples, or the predicted positions of each and their values
+            if array.ndim == 2:  # by sample: tokens, or predicted positions and their values
                 array = _padded(name, array, padding)
                 if positions is not None and not name.endswith(WHOLE_TENSORS):
                     array = _selected(array, positions)

@@ -1,12 +1,12 @@
 """Detects replicas that differ between ranks.
 
-Replicated norms of a tensor-parallel group stay equal only because all ranks compute the same; so do data-parallel
-copies that ZeRO does not partition, and the word embeddings of the first and last stage. After a flipped bit or because
-of a bug they diverge, although the loss looks normal, and a checkpoint holds the values of a single rank.
+Replicated norm layers of a tensor-parallel group stay equal only because all ranks compute the same; so do copies on
+data-parallel ranks that ZeRO does not partition, and the word embeddings of the first and last stage. After a flipped
+bit or because of a bug they diverge, although the loss looks normal, and a checkpoint holds the values of one rank.
 
 Replicas are compared by digests, which change with any single bit: one all-reduce per group of ranks, and no values
-unless digests differ. The digests of a tensor's parts sum to the digest of the whole, so replicas can be compared that
-ranks have partitioned differently.
+unless digests differ. The digests of a tensor's parts sum to the digest of the whole, so replicas can be compared even
+if ranks partition them differently.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.parallel.messages import all_gather_json, all_reduce_max, all_redu
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# Differing tensors of a group of ranks to compare by value, and to describe, the largest difference first.
+# Numbers of differing tensors per group of ranks that are compared by value, and described, largest difference first.
 _COMPARED, _DESCRIBED = 64, 3
 
 CHUNK = 1 << 18
@@ -239,8 +239,8 @@ def _listed(ranks: Sequence[int]) -> str:
 class Digester:
     """Computes digests, each on the device of its tensor, as optimizer state may be in host memory.
 
-    A digest is the sum over elements of their bits, as an integer, times an odd number that depends on the position,
-    modulo 2^64. A change of a single bit always changes it; any other change almost always does.
+    A digest is the sum over elements, modulo 2^64, of an element's bits as an integer times an odd number that depends
+    on its position. A change of a single bit always changes it; any other change almost always does.
     """
 
     def __init__(self) -> None:

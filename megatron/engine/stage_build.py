@@ -52,8 +52,8 @@ def _partitioned_stack(
     """Builds layer by layer under `zero.Init`: a rank holds at most one unpartitioned layer, and initializes only its
     own shard.
     """
-    # The settings determine the dtype: an explicit one is replaced by bfloat16 on devices without float16, as many CPUs
-    # are (DeepSpeed `runtime/zero/partition_parameters.py`, `_set_dtype`).
+    # The settings determine the dtype: DeepSpeed replaces an explicit one by bfloat16 on devices without float16, such
+    # as many CPUs (`runtime/zero/partition_parameters.py`, `_set_dtype`).
     zero = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": settings["zero_optimization"],
@@ -103,7 +103,7 @@ def tied_weights(
 
 
 def partial_parameters(stack: LayerStack) -> Partial:
-    """The trained parameters whose gradients on the ranks of an axis are from different tokens, by axis."""
+    """By axis, the trained parameters whose gradients come from different tokens on each of its ranks."""
     groups: dict[tuple[int, ...], tuple[Axis, list[nn.Parameter]]] = {}
     for parameter in stack.parameters():
         for axis in () if is_frozen(parameter) else shard_spec_of(parameter).summed_over:

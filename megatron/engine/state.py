@@ -1,8 +1,8 @@
 """The weights and optimizer moments inside DeepSpeed, as named pieces.
 
-`held_parts` yields, for every local parameter, the flat range that this rank holds and its values: fp32 master weight
-and moments of a trained parameter, which it finds in DeepSpeed's optimizer, or the network's weight of a frozen one.
-Saving and loading build on it.
+`held_parts` yields, for every local parameter, the flat range that this rank holds and its values: for a trained
+parameter the fp32 master weight and moments in DeepSpeed's optimizer, for a frozen one the network's weight. Saving and
+loading build on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldPart:
         spec: the sharding of the parameter.
         first: flat row-major offset of the part in the local tensor.
         values: the part's weight, 1-D; for a trained parameter in fp32, a view into the optimizer.
-        is_counted: this rank, of those that hold the part, writes it to a checkpoint.
+        is_counted: among the ranks that hold the part, this rank writes it to a checkpoint.
         is_shared: all data-parallel ranks with the parameter hold the part, so they divide the writing.
         master: the part in the optimizer; None for a frozen parameter, or state.
         is_optional: it keeps its values if a checkpoint lacks it.
@@ -95,7 +95,7 @@ def _owned_parts(engine: Engine) -> Iterator[tuple[HeldPart, int, int]]:
         if part.is_shared:
             replicas = part.spec.replicas(engine.mesh)
             rank, size = replicas.rank, replicas.size
-            length = -(-part.numel // size)  # equal parts, as under ZeRO-3: a checkpoint describes them in one row
+            length = -(-part.numel // size)  # equal parts, as under ZeRO-3, so a checkpoint describes them in one row
             first, last = rank * length, min((rank + 1) * length, part.numel)
         if first < last:
             yield part, first, last
@@ -109,8 +109,8 @@ def pieces_to_load(
     Call `refresh_weights` after the last one.
 
     Args:
-        starts_from_averages: initialize the weights with averaged weights, if the checkpoint has any; without the
-            optimizer's state.
+        starts_from_averages: initialize the weights with averaged weights, if the checkpoint has any; only without
+            the optimizer's state.
     """
     return filling(
         (part.key("average" if starts_from_averages else kind), tensor[: part.numel])
@@ -198,5 +198,5 @@ def _tensors(engine: Engine, part: HeldPart, with_optimizer: bool) -> Iterator[t
 
 
 def _is_kept(kind: Kind, with_optimizer: bool) -> bool:
-    """True if this kind is saved and loaded besides the weight; averages are, even without the optimizer."""
+    """True if this kind is saved and loaded with the weight, as averages are even without the optimizer."""
     return with_optimizer or kind == "average"

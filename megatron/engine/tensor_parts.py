@@ -32,12 +32,12 @@ SliceOf = Callable[[nn.Parameter], MasterSlice | None]
 
 
 def is_block_matrix(parameter: nn.Parameter) -> bool:
-    """Returns True for matrices of blocks; embeddings, the output head and vectors are not."""
+    """Returns True for block matrices; False for embeddings, the output head and vectors."""
     return shard_spec_of(parameter).is_matrix and ".layers." in getattr(parameter, "global_name", "")
 
 
 def has_whole_gradient(parameter: nn.Parameter) -> bool:
-    """Returns True for matrices of blocks whose gradient on each rank is of all its tokens; experts' are not."""
+    """Returns True for block matrices whose gradient on each rank covers all tokens of a micro-batch; not experts'."""
     is_shared = ".experts." not in getattr(parameter, "global_name", "") and not shard_spec_of(parameter).summed_over
     return is_shared and is_block_matrix(parameter)
 

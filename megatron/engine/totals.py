@@ -21,7 +21,7 @@ class StepTotals:
     """Sums over the micro-batches of a global batch: losses, counted tokens, and sums of the objective and of layers.
 
     Args:
-        sizes: names and lengths of the other sums, see `sum_sizes`.
+        sizes: names and lengths of the sums of objective and layers, see `sum_sizes`.
     """
 
     def __init__(self, sizes: Mapping[str, int], on_device: torch.device) -> None:

@@ -40,7 +40,7 @@ REFUSALS = {
     "--attention-dropout 0.1 --no-fused-attention": "",
     "--zero-stage 3": "ZeRO stage 3 fetches the weights of a layer by hooks",
     "--fp16": "",
-    "--num-experts 4": "the host reads how many tokens an expert gets",
+    "--num-experts 4": "the host reads the number of tokens of each expert",
     "--num-experts 4 --moe-expert-capacity-factor 1.25": "",
     "--kd --load-teacher teacher": "the teacher of a distillation runs between forward and loss",
     "--reset-attention-mask": "attention with documents",
@@ -48,7 +48,7 @@ REFUSALS = {
     "--attention-window 4 --kv-channels 8": "only torch's variable-length attention supports windows",
     "--attention-window 4 --kv-channels 8 --bf16": "",
     "--position-embedding-type alibi": "attention with documents",
-    "--compile": "programs of --compile have not been captured yet",
+    "--compile": "graphs of programs of --compile are not supported yet",
 }
 LAYOUT_REFUSALS = {
     "--pipeline-model-parallel-size 2": "",

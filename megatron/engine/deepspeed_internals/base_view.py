@@ -75,7 +75,7 @@ class OptimizerView(ABC):
         return float("nan") if norm is None else norm
 
     def loss_scale(self) -> float | torch.Tensor:
-        """The loss scale, 1 outside fp16; if a tensor, always the same one. Shapes: `[]`."""
+        """The loss scale, 1 outside fp16; if a tensor, always the same object. Shapes: `[]`."""
         return float(self._wrapper.cur_scale) if self.is_scaled else 1.0
 
     def loss_scale_state(self) -> dict[str, float]:
@@ -104,7 +104,7 @@ class OptimizerView(ABC):
         return None
 
     def set_before_reduce(self, hook: BucketHook) -> None:  # noqa: B027  (DeepSpeed has no such hook)
-        """Sets a hook on this rank's gradients of the next step, before they are summed over ranks, if possible."""
+        """Sets a hook for the next step: it receives this rank's gradients before the sum over ranks, if possible."""
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
         """See `GradientSum.product_adder`; None if DeepSpeed holds the sums."""
@@ -112,7 +112,7 @@ class OptimizerView(ABC):
 
     @abstractmethod
     def guard(self, gate: UpdateGate) -> None:
-        """Has the gate decide on every update."""
+        """Makes the gate decide on every update."""
 
 
 def loss_scale_of(scaler: Any, device: torch.device) -> LossScale:

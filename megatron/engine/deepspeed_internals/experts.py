@@ -1,7 +1,7 @@
 """Expert parameters, which differ between data-parallel ranks, in DeepSpeed without its own MoE layer.
 
 DeepSpeed partitions, broadcasts and averages a parameter over all data-parallel ranks, except the parameters of its own
-MoE layers (`utils/groups.py`, `moe/utils.py`). Its optimizers find their groups by the name of a parameter group
+MoE layers (`utils/groups.py`, `moe/utils.py`). Its optimizers find the process group by the name of a parameter group
 (`runtime/zero/stage_1_and_2.py` and `runtime/bf16_optimizer.py`, `_configure_moe_settings`) or of a parameter
 (`runtime/zero/stage3.py`, `_autoep_expert_parallel_group`), and ZeRO-3's partitioning by an attribute
 (`runtime/zero/partition_parameters.py`, `_convert_to_deepspeed_param`).
@@ -81,7 +81,7 @@ class _HalfPrecisionOptimizer(BF16_Optimizer):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def optimizers_for_experts(is_needed: bool) -> Iterator[None]:
-    """Makes engines that are built in the block partition groups with `EXPERT_GROUP` over the ranks of experts."""
+    """Makes engines built in the block partition groups with `EXPERT_GROUP` over the ranks with the same experts."""
     if not is_needed:
         yield
         return

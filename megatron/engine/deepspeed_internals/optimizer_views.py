@@ -41,7 +41,7 @@ from megatron.parallel.mesh import ParallelMesh
 
 
 class OwningView(GradientOwner, OptimizerView):
-    """The optimizer of ZeRO 0, 1 or 2; DeepSpeed neither accumulates nor averages, measures or clips gradients.
+    """The optimizer of ZeRO 0, 1 or 2; DeepSpeed does not accumulate, average, measure or clip gradients.
 
     Args:
         mesh: determines the ranks that share a parameter.
@@ -52,8 +52,8 @@ class OwningView(GradientOwner, OptimizerView):
         OptimizerView.__init__(self, engine)
         self._device, self._implementation = clipping.device, clipping.implementation
         self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if self.is_scaled else None
-        # The network's weights, if an update writes them besides the optimizer's; and whether it writes all of them:
-        # with several ranks, each updates a part, and the parts are gathered.
+        # `_copies` are the network's weights, if an update writes them besides the optimizer's. `_updates_network` is
+        # True if it writes all of them; with several ranks, each updates a part, and the parts are gathered.
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
         self._updates_network = False
         trained = [parameter for group in self.groups() for parameter in group]
@@ -74,7 +74,7 @@ class OwningView(GradientOwner, OptimizerView):
 
     @property
     def can_skip(self) -> bool:
-        """True if the optimizer supports it and is on the device of the gradients."""
+        """True if the optimizer can skip updates and is on the device of the gradients."""
         return can_skip(self.optimizer) and all(master.device == self._device for master in self.masters())
 
     def gradient_stats(
@@ -177,7 +177,7 @@ class PartitionedView(OwningView):
         for master, part, group in zip(masters, parts, groups, strict=True):
             master.data = part.data
             for mapping in (getattr(parameter, "_hp_mapping", None) for parameter in group.parameters):
-                if mapping is not None:  # it holds a reference to the copy
+                if mapping is not None:  # it refers to DeepSpeed's copy
                     address = mapping.hp_fragment_address
                     mapping.hp_fragment = part.data.narrow(0, address.start, address.numel)
         return True
@@ -242,7 +242,7 @@ class SubGroupView(OptimizerView):
             yield from tensors_in([tensor.grad for tensor in group])
 
     def guard(self, gate: UpdateGate) -> None:
-        """Has the gate decide between DeepSpeed's optimizer and torch's.
+        """Makes the gate decide after DeepSpeed's optimizer, before torch's.
 
         A rank whose DeepSpeed optimizer skipped an update that others apply takes part in gathering their weights.
         """

@@ -19,8 +19,8 @@ def skip_shared_memory_build() -> None:
 
 
 def skip_optimizer_check() -> None:
-    """Skips DeepSpeed's optimizer check, which compiles functions of its Muon, here and in the gradient reduction of
-    ZeRO 1 and 2, and warns.
+    """Skips DeepSpeed's optimizer check, which warns, and the compilation of its Muon's functions in this check and in
+    the gradient reduction of ZeRO 1 and 2.
     """
     deepspeed.runtime.engine.is_zero_supported_optimizer = lambda optimizer: True
     deepspeed.runtime.compiler.compile = lambda *_, **__: lambda function: function
@@ -38,7 +38,7 @@ def replaced_backend(wrap: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def keep_on_device(wrapper: Any, ratio: float, device: torch.device) -> list[int]:
-    """Moves all but `ratio` of the master weights and their gradients back to the device, before the first step.
+    """Moves all but a share `ratio` of master weights and gradients back to the device, before the first step.
 
     DeepSpeed's own partial offload requires DeepSpeedCPUAdam, which must be compiled, divides sub-groups by number
     instead of size, and never changes the learning rate of its first group. Here a single AdamW of torch updates each

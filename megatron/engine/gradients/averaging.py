@@ -23,8 +23,8 @@ class Averaging:
         axis: the ranks that sum.
         dtype: of the messages (`communication_data_type`).
         predivide_factor: the divisor before the sum; None for the whole divisor.
-        copies: the whole divisor, if not the size of the axis: the gradients of one expert rank are from the tokens of
-            several ranks.
+        copies: the whole divisor, if not the size of the axis: an expert's gradient on one rank comes from the tokens
+            of several ranks.
         experts: the averaging of expert parameters, if different.
         is_expert: returns True for expert parameters.
     """

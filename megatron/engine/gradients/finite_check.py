@@ -16,7 +16,7 @@ _DESCRIBED = 3
 
 
 class FiniteCheck:
-    """The largest magnitudes in one rank's gradients of a step, and its loss: not finite if any element is not.
+    """One rank's loss and the largest magnitude in each gradient of a step, finite only if all elements are.
 
     They stay on the device unless the step is bad, so that good steps do not wait for them.
     """
@@ -37,7 +37,7 @@ class FiniteCheck:
         return torch.cat([self._loss, *(largest for _, largest in self._buckets)]).isfinite().logical_not().any()
 
     def describe(self, layers: Sequence[str], mesh: ParallelMesh) -> str:
-        """Describes the ranks with NaN or infinity, the layer nearest to the loss first, where a backward pass starts;
+        """Describes the ranks with NaN or infinity, starting with the layer nearest to the loss, as backward passes do;
         collective over all ranks.
 
         Args:

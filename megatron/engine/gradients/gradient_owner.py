@@ -64,8 +64,8 @@ class GradientOwner:
         """Sets further sums for `reduce`, before the first step.
 
         Args:
-            partial: parameters whose gradients on the ranks of an axis are from different tokens; summed in one message
-                per axis.
+            partial: by axis, parameters whose gradients come from different tokens on each of its ranks; summed in one
+                message per axis.
             tied: weights that other stages also hold, each with the axis of these stages.
         """
         self._partial, self._tied = partial, tied
@@ -114,11 +114,11 @@ class GradientOwner:
         )
 
     def set_before_reduce(self, hook: BucketHook) -> None:
-        """Sets a hook on this rank's gradients of the next step, bucket by bucket, before the sum over ranks."""
+        """Sets a hook for the next step: it receives each bucket of this rank's gradients before the sum over ranks."""
         self._sum.before_reduce = hook
 
     def reduced_gradients(self) -> Iterator[torch.Tensor]:
-        """The averaged gradients that this rank updates with, between `reduce` and the update."""
+        """The averaged gradients for this rank's update; call it between `reduce` and the update."""
         return iter(self._sum.parts or self._sum.buffers)
 
     def sums(self) -> Iterator[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Statistics of a step's gradients besides their global norm, measured on the device after reduction.
 
 The gradient noise scale needs the squared norm of the gradient at two batch sizes: the global batch and a micro-batch.
-It is measured on the matrices of blocks whose gradient on each rank is of all its tokens in every layout, so not on
-experts, routers and projections to latents.
+It is measured on block matrices whose gradient on each rank covers all tokens of a micro-batch in every layout, which
+excludes experts, routers and projections to latents.
 
 Source: McCandlish et al., "An empirical model of large-batch training", 2018 (arXiv 1812.06162), appendix A.1.
 """
@@ -59,7 +59,7 @@ class NoiseEstimate(NamedTuple):
     """Unbiased estimates from one step; average them over steps before dividing them.
 
     Attributes:
-        noise: the trace of the covariance of the gradient of a sample.
+        noise: the trace of the covariance of a single sample's gradient.
         signal: the squared norm of the gradient of all data.
     """
 
@@ -83,7 +83,7 @@ class GradientStats:
         layers: global names of the layers of the whole network.
         measures: a subset of `NORMS`, `ZEROS` and `NOISE`.
         gradients: the accumulator of a step.
-        matrices: the parameters that the noise is measured on, of those that this rank counts in the norm.
+        matrices: the parameters whose noise is measured, among those that this rank counts in the norm.
 
     Attributes:
         layers: the argument.
@@ -133,8 +133,8 @@ class GradientStats:
             if NOISE in stats:
                 stats[NOISE][1] = squares.dot(is_matrix)
         if counted and ZEROS in stats:
-            others = torch.stack([torch.count_nonzero(part) for _, part in counted]).sum()
-            stats[ZEROS] += sum(part.numel() for _, part in counted) - others.to(device)
+            nonzeros = torch.stack([torch.count_nonzero(part) for _, part in counted]).sum()
+            stats[ZEROS] += sum(part.numel() for _, part in counted) - nonzeros.to(device)
         if self._squares is not None:
             stats[NOISE][0] = self._squares.take() * (micro_batches / self._mesh.gradient.size) / scale**2
         sums = self._summed(torch.cat([*stats.values()]))
@@ -157,7 +157,7 @@ class GradientStats:
             yield from metrics_of(names, Reduction.MEAN)
 
     def _summed(self, sums: torch.Tensor) -> torch.Tensor:
-        """The sums over the ranks that count parts. Shapes: `[sum of sizes]`, micro-batch squares second to last."""
+        """The sums over the ranks that count parts. Shapes: `[sum of sizes]`; micro-batch squares at -2."""
         if self._gradients.divided_over is not None:
             all_reduce_sum(sums, self._gradients.divided_over)
         elif NOISE in self.sizes and self._mesh.gradient.size > 1:
@@ -165,7 +165,7 @@ class GradientStats:
         return all_reduce_sum(sums, self._mesh.model)
 
     def _indices_of(self, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer of each parameter, and 1 if noise is measured on it; every call passes the same parameters."""
+        """Each parameter's layer, and 1 if noise is measured on it, else 0; every call passes the same parameters."""
         if self._layer_indices is None:
             indices = {name: index for index, name in enumerate(self.layers)}
             layers = [layer_of(each.global_name, indices) for each in parameters]  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ class GradientStats:
 
 
 def layer_of(name: str, layers: Mapping[str, int]) -> int:
-    """The index of a parameter's layer, which has the longest prefix of its name: `a.b.c`, `a.b` or `a`."""
+    """The index of a parameter's layer: the one whose name is the longest prefix among `a.b.c`, `a.b` and `a`."""
     parts = name.split(".")
     prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next(layers[prefix] for prefix in prefixes if prefix in layers)

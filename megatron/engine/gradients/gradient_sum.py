@@ -1,4 +1,4 @@
-"""Accumulation of the gradients of a step: the interface, the accumulator in `.grad`, and the base of flat ones."""
+"""Accumulation of a step's gradients: the interface, the accumulator in `.grad`, and the base of flat accumulators."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.parallel.tensor.weight_gradients import AddProduct
 Tied = Sequence[tuple[nn.Parameter, Axis]]
 BucketHook = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
-_BUCKET_ELEMENTS = 500_000_000  # averaged in one message, if gradients are not in one buffer
+_BUCKET_ELEMENTS = 500_000_000  # the most that one message averages, if gradients are not in one buffer
 
 
 class FlatGroup(NamedTuple):
@@ -102,11 +102,11 @@ class GradientSum(ABC):
         """
         return None
 
-    def begin(self, passes: int) -> None:  # noqa: B027  (most add up one pass like several)
+    def begin(self, passes: int) -> None:  # noqa: B027  (most treat one pass like several)
         """Announces the number of backward passes of a step, before its first `add`."""
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:  # noqa: B027  (most keep all of them whole)
-        """Announces the parameters that `of` and `sum_over` will be called with, before the first `add`."""
+        """Announces the parameters of later calls of `of` and `sum_over`, before the first `add`."""
 
     @abstractmethod
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -181,7 +181,7 @@ class GradientSum(ABC):
 
 
 def sum_in_backward(partial: Partial) -> None:
-    """Sums these gradients in every backward pass, one message for each, before DeepSpeed's hooks accumulate them."""
+    """Sums partial gradients in every backward pass, one message for each, before DeepSpeed's hooks accumulate them."""
     for axis, parameters in partial:
         for parameter in parameters:
             parameter.register_hook(_summing_over(axis))
@@ -197,7 +197,7 @@ def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
 class GradientsInPlace(GradientSum):
     """Accumulation in `.grad` by autograd, for a network in fp32 whose weights are updated in place.
 
-    If `before_add` is set, which needs the gradients of each pass, they are accumulated here, with twice the memory.
+    If `before_add` is set, it needs the gradients of each pass, so they are accumulated here, with twice the memory.
 
     Args:
         parameters: all trained parameters.
@@ -213,7 +213,7 @@ class GradientsInPlace(GradientSum):
         self._accumulated: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._buckets: list[tuple[Averaging, list[nn.Parameter], FlatBucket]] = []
         self._counted = [parameter for parameter in parameters if is_counted(parameter)]
-        if averaging.experts is not None:  # ranks hold different experts: the first with a copy counts it
+        if averaging.experts is not None:  # ranks hold different experts: the first rank with a copy counts it
             self.divided_over = averaging.axis
             self._counted = [each for each in self._counted if averaging.of(each).axis.rank == 0]
 
@@ -313,7 +313,7 @@ class FlatGradients(GradientSum):
 
     Args:
         parts: this rank's part of each group, of equal length on all ranks.
-        groups: the layout of the whole groups; a tied weight is a separate group, divided alike by its stages.
+        groups: the layout of the whole groups; a tied weight is a separate group, divided alike on its stages.
         is_counted: returns True if this rank counts a parameter in the gradient norm.
         averaging: the averaging over data-parallel ranks.
 

@@ -16,7 +16,7 @@ class ScaleRule:
         window: steps without an overflow after which it doubles.
         hysteresis: overflows after which it halves.
         least: its lower bound.
-        refills: each step without an overflow restores the hysteresis; otherwise only doubling does.
+        refills: each step without an overflow restores the hysteresis; if False, only doubling does.
     """
 
     window: int
@@ -83,7 +83,7 @@ class LossScale:
         }
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Restores the result of `counters`, or DeepSpeed's; keeps missing values, and a fixed scale."""
+        """Restores the result of `counters`, or DeepSpeed's; leaves missing entries, and a fixed scale, as they are."""
         if self._rule is None:
             return
         self.value.fill_(counters.get("cur_scale", float(self.value)))

@@ -31,7 +31,7 @@ class MainGradients(FlatGradients):
         averaging: the averaging over data-parallel ranks; afterwards each has only its part of a buffer.
         implementation: of the addition, for buffers in fp32.
         takes_unflattened: the optimizer can update with the gradients of single parameters, in their own dtype; only
-            for a rank that averages with no other.
+            if this rank averages gradients with no other rank.
     """
 
     def __init__(

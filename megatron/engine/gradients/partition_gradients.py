@@ -26,7 +26,7 @@ class _Bucket(NamedTuple):
 
 
 class _WholeSums(NamedTuple):
-    """Sums that are kept whole until `reduce`, with the same averaging in their own dtype.
+    """Sums that are kept whole until `reduce`, all with the same averaging, in the dtype of the sums.
 
     Attributes:
         ranges: the ranges of the sums that this rank updates.
@@ -49,7 +49,7 @@ class PartitionGradients(FlatGradients):
     Missing gradients are not sent, so all ranks must compute gradients of the same parameters.
 
     Args:
-        parts: one for each group, zero.
+        parts: one for each group, initially zero.
         groups: the layout of the groups.
         is_counted: returns True if this rank counts a parameter in the gradient norm.
         averaging: the averaging over data-parallel ranks.

@@ -2,11 +2,11 @@
 
 A NaN or infinite loss or gradient would ruin weights and moments permanently, and a spike sets training back. Such bad
 steps are skipped as a whole: no weight, moment or step count changes. A step without counted tokens is skipped as well,
-because Adam's moments and weight decay would still change the weights, but it is not a bad step. DeepSpeed skips some
-steps itself, depending on the ZeRO stage, in one optimizer on the ranks of a single data-parallel replica only;
-therefore the decision is made here.
+because Adam's moments and weight decay would still change the weights, but it is not a bad step. DeepSpeed itself
+skips only some of these steps, depending on the ZeRO stage, and one of its optimizers agrees only within a single
+data-parallel replica; therefore the decision is made here.
 
-Source: skipping steps by the deviation of recent ones is from allenai/OLMo-core, optim/skip_step_optimizer.py.
+Source: skipping steps that deviate from recent ones is from allenai/OLMo-core, optim/skip_step_optimizer.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UpdateDecision(Enum):
     """The decision on the update of a step."""
 
     APPLIED = "applied"
-    OVERFLOW = "a gradient overflowed in fp16, and the loss scale falls"
+    OVERFLOW = "a gradient overflowed in fp16, and the loss scale is lowered"
     NOT_FINITE = "loss or gradient norm is not finite"
     SPIKE = "loss or gradient norm is far above the recent ones"
     EMPTY = "no token of the batch counts in the loss"
@@ -43,7 +43,7 @@ class StepChecks:
     """Optional checks of every step.
 
     Attributes:
-        skip_spikes: standard deviations above the recent mean from which an update is skipped; None for no limit.
+        skip_spikes: standard deviations above the recent mean beyond which an update is skipped; None for no limit.
         measures: the gradient statistics, see `GradientStats`.
         locates_nonfinite: each rank checks its own loss and gradients for NaN and infinity before they are reduced.
     """
@@ -70,7 +70,7 @@ class RecentSteps:
     def is_spike(self, loss: float, gradient_norm: float, deviations: float) -> bool:
         """Returns True if one of the two is more than `deviations` standard deviations above its mean.
 
-        Always False with less than `LEAST_STEPS` steps.
+        Always False with fewer than `LEAST_STEPS` steps.
         """
         pairs = zip((loss, gradient_norm), self._values.values(), strict=True)
         return any(value > _limit(recent, deviations) for value, recent in pairs)
@@ -90,7 +90,7 @@ class StepVerdict:
     """The decision on the update of a step; the first read may wait for the device.
 
     Args:
-        settle: has the gate settle this verdict and all earlier ones.
+        settle: makes the gate settle this verdict and all earlier ones.
     """
 
     def __init__(self, settle: Callable[[StepVerdict], None]) -> None:
@@ -167,14 +167,14 @@ class UpdateCount:
 class UpdateGate:
     """Decides on each update, for `OptimizerView.guard`.
 
-    Waiting for the gradients would stall the host, so the decision is made on a GPU if it depends only on the values of
-    the step; the host reads it together with the verdict.
+    Waiting for the gradients would stall the host, so a decision that depends only on the values of the step is made on
+    the GPU; the host reads it when it reads the verdict.
 
     Args:
         mesh: all its ranks make the same decision.
-        spike_deviations: standard deviations above the recent mean from which an update is skipped, which the host
-            decides; None for no limit.
-        allows_overflow: a gradient that is not finite is expected, in fp16, and only lowers the loss scale.
+        spike_deviations: standard deviations above the recent mean beyond which the host skips an update; None for no
+            limit.
+        allows_overflow: in fp16, a gradient that is not finite is expected and only lowers the loss scale.
         on_device: a flag on the device can make the optimizer skip an update.
     """
 
@@ -275,15 +275,15 @@ class UpdateGate:
         return torch.full((), not self.verdict.is_skipped, device=self._mesh.device)
 
     def missed_update(self) -> bool:
-        """Returns True if DeepSpeed's optimizer skipped an update on this rank, but not on others.
+        """Returns True if DeepSpeed's optimizer skipped an update on this rank that other ranks apply.
 
         Collective if this rank has not called `may_update` in the step.
         """
         return self._decide(is_before_update=False)
 
     def _agreed(self, *, is_before_update: bool) -> torch.Tensor:
-        """The maxima over all ranks of: a value is not finite, the rank is about to update, it is not, gradient norm,
-        loss sum, and number of tokens; collective over all ranks.
+        """The maxima over ranks of three flags (a value is not finite, the rank is about to update, it is not) and of
+        gradient norm, loss sum and number of tokens; collective over all ranks.
 
         Shapes: result `[6]` float64.
         """
@@ -294,7 +294,7 @@ class UpdateGate:
         return all_reduce_max(torch.cat([is_wrong, side, finite]), self._mesh.world)
 
     def _agreed_on_host(self, *, is_before_update: bool) -> Sequence[float]:
-        """The same on the host, which waits for the device; a single rank computes it on the host."""
+        """`_agreed` on the host, which waits for the device; a single rank also computes it on the host."""
         if self._mesh.world.size > 1:
             return self._agreed(is_before_update=is_before_update).tolist()  # type: ignore[no-any-return]
         values = self._measured().tolist()

@@ -9,9 +9,9 @@ m bytes of optimizer state per element (AdamW's two moments: 8):
     2          k P          4 O           (4 + m) O; in fp32 m O
     3          k O          4 O           (4 + m) O
 
-Gradients are accumulated in fp32, at stage 1 all of them on each rank. The gradients of a backward pass take k P more
-until its end. The optimizer updates an fp32 copy of the weights, except at stages 1 and 2 in fp32, where it updates
-them in place unless it is offloaded; at stage 3 DeepSpeed makes the copy in fp32, too.
+Gradients are accumulated in fp32, at stage 1 all of them on each rank. The gradients of a backward pass take another
+k P bytes until its end. The optimizer updates an fp32 copy of the weights, except at stages 1 and 2 in fp32, where it
+updates them in place unless it is offloaded; at stage 3 DeepSpeed makes the copy in fp32, too.
 
 Offloading moves the optimizer's part to host memory, with the gradients that it reads: at stage 1 a copy of the rank's
 part, at stage 2 the part itself. At stage 3 the parameter partition can be offloaded as well. Communication buckets,

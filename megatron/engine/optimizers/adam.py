@@ -38,6 +38,6 @@ def adamw(optim: OptimConfig, groups: list[dict[str, Any]], implementation: Impl
 
 
 def scale_epsilon(optim: OptimConfig, groups: list[dict[str, Any]]) -> None:
-    """Sets Adam's epsilon of groups, scaled like their learning rate, as their gradients are."""
+    """Sets each group's epsilon, scaled by the factor of its learning rate, as its gradients are."""
     for group in groups:
         group["eps"] = optim.adam_eps * group["lr_multiplier"]

@@ -1,4 +1,4 @@
-"""Muon: momentum, orthogonalised for each whole matrix, although its parts may be on several ranks.
+"""Muon: momentum, orthogonalized for each whole matrix, although its parts may be on several ranks.
 
 Source: K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024.
 """
@@ -25,13 +25,13 @@ from megatron.parallel.messages import all_gather_json
 from megatron.parallel.pieces import Kind
 from megatron.parallel.shard_spec import shard_spec_of
 
-# Marks a parameter group whose matrices are orthogonalised.
+# Marks a parameter group whose matrices are orthogonalized.
 _IS_ORTHOGONAL = "is_orthogonal"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class HeldMatrix(NamedTuple):
-    """A matrix, and this rank's part of it: from `offset` in a flat tensor of the optimizer; None without a part."""
+    """A matrix, and this rank's part, from `offset` in a tensor of the optimizer; `flat` is None without a part."""
 
     matrix: DividedMatrix
     flat: torch.Tensor | None
@@ -59,8 +59,8 @@ def held_matrices(trained: Sequence[nn.Parameter], slice_of: SliceOf, mesh: Para
 class Muon(torch.optim.Optimizer):
     """Muon for groups with `is_orthogonal`, and another optimizer for the rest.
 
-    The tensors of its groups may be flat and hold ranges of many matrices, which `connect` describes; earlier steps do
-    nothing. A step is skipped if `found_inf` is set and not 0, as by `torch.amp.GradScaler`.
+    The tensors of its groups may be flat and hold ranges of many matrices, which `connect` describes; steps before
+    that do nothing. A step is skipped if `found_inf`, known from `torch.amp.GradScaler`, is set and not 0.
 
     Args:
         groups: of all parameters.
@@ -154,8 +154,8 @@ class MuonPlan(OptimizerPlan[Muon]):
 
     moments = ADAMS_MOMENTS
     offload_refusal = (
-        "--optimizer muon cannot be combined with offload_optimizer in the --deepspeed_config file: the products "
-        "of its matrices are work for the device. Remove the entry; --zero-stage 2 partitions the state."
+        "--optimizer muon cannot be combined with offload_optimizer in the --deepspeed_config file: its matrix "
+        "products must run on the device. Remove the entry; --zero-stage 2 partitions the state."
     )
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
@@ -174,5 +174,5 @@ class MuonPlan(OptimizerPlan[Muon]):
 
 
 def _tensors_of(group: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors of a group of matrices that have a gradient; empty for other groups."""
+    """The tensors with a gradient in a group whose matrices are orthogonalized; empty for other groups."""
     return [tensor for tensor in group["params"] if tensor.grad is not None] if group.get(_IS_ORTHOGONAL) else []

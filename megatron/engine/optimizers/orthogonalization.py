@@ -1,4 +1,4 @@
-"""The orthogonal factor of matrices by Newton-Schulz iterations, and the scale of an orthogonalised update.
+"""The orthogonal factor of matrices by Newton-Schulz iterations, and the scale of an orthogonalized update.
 
 Sources: the iteration and "simple": K. Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024;
 "quintic": the coefficients of modded-nanogpt by F. Cesista and J. You; "polar_express": Amsel et al., "The Polar
@@ -63,7 +63,7 @@ def polynomials(kind: str, steps: int) -> Iterator[Polynomial]:
 
 
 def orthogonalized(matrices: torch.Tensor, kind: str, steps: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Orthogonalises matrices: their singular values become close to 1.
+    """Orthogonalizes matrices: their singular values become close to 1.
 
     Shapes: `[n, r, c]` to the same, in the dtype of the input.
 

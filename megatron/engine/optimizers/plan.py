@@ -33,10 +33,10 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
     `megatron/config/rules/`, before torch is imported.
 
     Args:
-        optim: the resolved section.
+        optim: the resolved configuration section.
 
     Attributes:
-        moments: its moments by their kind in a checkpoint, with their names in the torch optimizer's state.
+        moments: for each kind of moment in a checkpoint, its name in the torch optimizer's state.
         offload_refusal: the reason why it cannot update in host memory, and a remedy; None if it can.
     """
 
@@ -47,7 +47,7 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
         self.optim = optim
 
     def group_entries(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The entries of a parameter's group for this optimizer; parameters with other entries are in other groups."""
+        """This optimizer's entries of a parameter's group; parameters with different ones are in different groups."""
         return {}
 
     @abstractmethod

@@ -1,13 +1,13 @@
 """Schedule-free AdamW: averaging of iterates instead of a decaying learning rate.
 
-It has three sequences: the trained weights y, at which gradients are computed; the iterates z of AdamW; and the average
-x of z, for evaluation, in which each z has a power of its learning rate as weight, with y = (1 - β₁) z + β₁ x. With g
-the gradient over the root of its second moment, plus λ y, and c the weight of the newest z in the average,
+It has three sequences: the iterates z of AdamW; their average x, for evaluation, which weights each z by a power of its
+learning rate; and the trained weights y = (1 - β₁) z + β₁ x, at which gradients are computed. With g the gradient
+divided by the root of its second moment, plus λ y, and c the weight of the newest z in the average,
 
     z ← z - γ g        x ← (1 - c) x + c z
 
-The optimizer's tensors hold y, its state the distance d = z - y in place of momentum, which is 0 before the first
-update and after loading weights only. A step is
+The optimizer's tensors hold y. Its state holds the distance d = z - y in place of momentum; d is 0 before the first
+update and after loading only weights. A step is
 
     d ← d - β₁ γ g        y ← y - (1 - β₁) γ g + c d        d ← (1 - c) d
 
@@ -35,14 +35,14 @@ _LEAST = 1e-300  # avoids division by zero while no learning rate has been above
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free AdamW; element-wise, so that its tensors may be parts of parameters.
+    """Schedule-free AdamW; element-wise, so its tensors may be parts of parameters.
 
-    A step is skipped if `found_inf` is set and not 0, as by `torch.amp.GradScaler`; otherwise it overwrites gradients.
+    A step is skipped if `found_inf`, known from `torch.amp.GradScaler`, is set and not 0; else it overwrites gradients.
 
     Args:
         groups: each with its `params`, `weight_decay` and `eps`.
         betas: the weight of the average in the trained weights, and the decay of the second moment.
-        power: the weight of an iterate is its learning rate to this power.
+        power: the exponent of the learning rate in the weight of an iterate.
     """
 
     can_skip = True
@@ -145,8 +145,8 @@ class IterateMeans(AveragedWeights):
         distance = self._optimizer.state.get(master, {}).get("distance")
         if distance is None:
             return weights
-        mean = self._optimizer.defaults["betas"][0]
-        return torch.sub(weights, distance.view(-1).narrow(0, first, count), alpha=(1.0 - mean) / mean)
+        beta1 = self._optimizer.defaults["betas"][0]
+        return torch.sub(weights, distance.view(-1).narrow(0, first, count), alpha=(1.0 - beta1) / beta1)
 
     def restart(self) -> None:
         """Does nothing: without optimizer state, the averages are the weights."""
@@ -156,7 +156,7 @@ class IterateMeans(AveragedWeights):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replaces the weights by their averages, or restores them bit by bit; takes a copy of the weights."""
+        """Copies the weights and replaces them by their averages, or restores them bit by bit from the copy."""
         if self._trained:
             torch._foreach_copy_(self._masters, self._trained)
             self._trained = []

@@ -1,8 +1,8 @@
 """Gathers divided matrices on their owner ranks, and scatters the results.
 
 A matrix is divided twice: over tensor-parallel ranks along one dimension, and with ZeRO into flat ranges over the ranks
-that hold copies of the shard. Each matrix has one owner of each division. Owners follow from the shapes, so ranks agree
-on them without communication.
+that hold copies of the shard. For each division, one of its ranks owns the matrix. Owners follow from the shapes, so
+ranks agree on them without communication.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
 from megatron.parallel.shard_spec import Dimension, ShardSpec
 
-_BUCKET_ELEMENTS = 2**28  # of the shards in transit at once
+_BUCKET_ELEMENTS = 2**28  # the most in transit at once
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class DividedMatrix:
     Args:
         spec: its shape and this rank's shard.
         replicas: the ranks that hold copies or ranges of the shard.
-        ranges: the first element and the number of elements of each of them, flat in the shard.
+        ranges: the first element and the number of elements of each replica's flat range of the shard.
     """
 
     spec: ShardSpec
@@ -66,7 +66,7 @@ class DividedMatrix:
 
     @cached_property
     def cost(self) -> int:
-        """The cost of an orthogonalisation, up to a constant factor."""
+        """The cost of orthogonalizing it, up to a constant factor."""
         shapes = [part.shape for part in self.matrices(torch.empty(self.whole_shape, device="meta"))]
         return sum(rows * columns * min(rows, columns) for rows, columns in shapes)
 
@@ -212,7 +212,7 @@ class WholeMatrices:
 
 
 def _owners(matrices: Sequence[DividedMatrix], ranks: int) -> list[int]:
-    """The rank that orthogonalises each matrix: the most expensive first, to the rank with the least work."""
+    """The rank that orthogonalizes each matrix; assigns the most expensive first, to the rank with the least work."""
     loads, owners = [0] * ranks, [0] * len(matrices)
     for number in sorted(range(len(matrices)), key=lambda number: -matrices[number].cost):
         owners[number] = loads.index(min(loads))

@@ -39,7 +39,7 @@ class PlainPasses(Passes[OwningView]):
         for batch in batches:
             self._enter("forward")
             if self._graphs is None or not self._run_graph(batch, self._graphs, len(batches)):
-                # Given an initial gradient, torch would import sympy to compare two shapes: a second at every start.
+                # Given an initial gradient, torch would import sympy to compare two shapes, a second at every start.
                 loss = losses.scaled(_loss(self.module, batch, losses))
                 self._enter("backward")
                 torch.autograd.backward(loss)
@@ -55,7 +55,7 @@ class PlainPasses(Passes[OwningView]):
         """Runs forward and backward by a graph, and sets the gradients of parameters.
 
         Returns:
-            False if capturing failed; then no graphs are used from now on.
+            False if capturing failed; graphs are then never used again.
         """
         losses = self._losses
         try:

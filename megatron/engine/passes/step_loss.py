@@ -30,7 +30,7 @@ class StepLoss:
     Args:
         objective: the objective of the batch.
         settings: shared by its micro-batches.
-        loss_scale: the loss scale in fp16, else 1; a tensor is read at each use. `[]`.
+        loss_scale: the loss scale in fp16, else 1; if a tensor, its value at each use counts. `[]`.
         micro_batches: number of micro-batches on this rank.
 
     Attributes:

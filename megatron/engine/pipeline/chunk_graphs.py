@@ -30,7 +30,7 @@ from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkPass, ChunkRunner
 from megatron.parallel.schedule.actions import Kind, Program
 
-# A chunk, and True if its backward pass is split in two halves.
+# A chunk, and True if its backward pass is split into two halves.
 _Variant = tuple[int, bool]
 
 
@@ -58,7 +58,7 @@ class GraphedChunkRunner(ChunkRunner):
 
     def begin(self, program: Program, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Captures the graphs of a step after the warm-up, and releases them first if shape, settings or the set of
-        trained parameters have changed. After a failed capture, no graphs are used from now on.
+        trained parameters have changed. After a failed capture, graphs are never used again.
         """
         if self._has_failed:
             return
@@ -143,10 +143,10 @@ class _GraphSet:
     Attributes:
         hidden: the input of the forward graph; None for the first chunk.
         output: its output; the loss in the last chunk.
-        sums: its totals.
+        sums: its sums, see `StepTotals`.
         gradient: the gradient of the output, input of the backward graph.
         input_gradient: the gradient of the input; None if it has none.
-        gradients: the gradients of the parameters: of the whole backward graph or the first half, then of the second.
+        gradients: the gradients of the parameters, from the whole backward graph, or from each of its halves.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class ChunkPass:
     Shapes: gradients as hidden states, or `[]` for the loss.
 
     Args:
-        hidden: the input; None for the inputs of the micro-batch.
+        hidden: the input, if its gradient is needed; None otherwise.
         output: the output, with its autograd graph.
         queue: the queue of the chunk's layers.
     """
@@ -63,7 +63,7 @@ class ChunkRunner:
     Args:
         stack: the layers of the rank.
         chunks: their division into chunks.
-        splits_backward: the schedule may split backward passes in two halves.
+        splits_backward: the schedule may split a backward pass into two halves.
     """
 
     def __init__(self, stack: LayerStack, chunks: Chunks, *, splits_backward: bool = False) -> None:

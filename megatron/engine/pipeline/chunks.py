@@ -92,7 +92,7 @@ def stage_bounds(
     """The boundaries of the chunks in the list of layers: chunk `i` runs `specs[bounds[i]:bounds[i + 1]]`.
 
     Boundaries are between blocks. Layers before the first block belong to the first chunk, layers after the last block
-    to the last. The cost of a layer is its FLOPs; if the network does not state them, blocks cost their parameters.
+    to the last. A layer's cost is its FLOPs; if the network does not state them, a block's is its parameter count.
 
     Args:
         work: the computation per token.

@@ -78,7 +78,7 @@ class StageModule(BuiltStage):
 
 
 class DeepSpeedPasses(Passes[OwningView]):
-    """Runs the passes of a global batch in DeepSpeed's pipeline engine, with gradient reduction by a view.
+    """Runs the passes of a global batch in DeepSpeed's pipeline engine; a view reduces the gradients.
 
     Args:
         stack: the layers of this stage.

@@ -1,7 +1,7 @@
 """Executes pipeline schedules: the passes of micro-batches through the chunks of this rank, and their messages.
 
-Every rank reads every micro-batch, so messages carry only hidden states and their gradients, in shapes that both ends
-know, and hidden states of an objective's auxiliary network, such as a teacher. Messages are started in the order of the
+Every rank reads every micro-batch, so messages carry only hidden states, also of an objective's auxiliary network such
+as a teacher, and their gradients, in shapes that both ends know. Messages are started in the order of the
 schedule, which is the same at both ends, and awaited when their content is used.
 """
 
@@ -34,9 +34,9 @@ class Executor:
     Args:
         runner: runs the chunks of this rank.
         axis: the ranks of the pipeline.
-        world: all ranks. With two stages its group carries the gradients: NCCL has a communicator for each group and
-            pair of ranks, which serializes messages of both directions.
-        take_gradients: called after each backward pass, and each half of one, with the parameters of its chunk.
+        world: all ranks. With two stages its group carries the gradients: NCCL has one communicator per group and pair
+            of ranks, which would serialize the messages of both directions.
+        take_gradients: called after each backward pass or half of one, with the parameters of its chunk.
         enter: called with each phase that begins.
     """
 
