@@ -19,19 +19,11 @@ from megatron.data.formats.sidecar import (
 )
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
-from tests.data.sidecars import write_sidecar
+from tests.data.corpora import write_sidecar
 
-SIDECAR = Sidecar(
-    documents=3,
-    empty=1,
-    skipped=2,
-    sequences=3,
-    tokens=6,
-    append_eod=True,
-    tokenizer=TokenizerRecord("GPT2BPETokenizer", "ab" * 32, 500, 499),
-    versions={"numpy": "2"},
-    sources=(SourceRecord("a.jsonl", 100, "0123456789abcdef"), SourceRecord("-", 7, None)),
-)
+MADE_BY = TokenizerRecord("GPT2BPETokenizer", "ab" * 32, 500, 499)
+SOURCES = (SourceRecord("a.jsonl", 100, "0123456789abcdef"), SourceRecord("-", 7, None))
+SIDECAR = Sidecar(3, 1, 2, 3, 6, append_eod=True, tokenizer=MADE_BY, versions={"numpy": "2"}, sources=SOURCES)
 
 
 @dataclass
