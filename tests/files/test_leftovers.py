@@ -51,7 +51,7 @@ def test_reserved_tokens_must_have_been_written(tmp_path: Path) -> None:
     data = IndexedDataset(tmp_path / "out")
     assert [data[index].tolist() for index in range(4)] == [[1, 2], [3, 4, 5], [6], [7]]
     with (
-        pytest.raises(DataError, match=r"out\.bin: 0 bytes were written, but 2 tokens need 4; nothing was published"),
+        pytest.raises(DataError, match=r"out\.bin: 0 bytes were written, but 2 tokens take 4; nothing was published"),
         IndexedWriter(tmp_path / "out", np.uint16) as writer,
     ):
         writer.reserve([2])

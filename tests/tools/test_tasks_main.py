@@ -1,4 +1,4 @@
-"""tasks/main.py: upstream's flags and result lines; its figures are tested in tests/seeds."""
+"""tasks/main.py: upstream's flags and result lines; its figures are tested in tests/trident/evaluate."""
 
 from __future__ import annotations
 

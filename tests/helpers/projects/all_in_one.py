@@ -1,13 +1,11 @@
-"""Runs of `train.py` on the dev corpus, small enough for a test."""
+"""Configuration files of `train.py` on the dev corpus, small enough for a test."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.gpt2_all_in import train
 from megatron.observe.metrics_file import read_steps
 
 MODEL = {"n_head": 4, "n_layer": 2, "n_ctx": 32, "d_model": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
@@ -26,16 +24,6 @@ def write_config(folder: Path, dataset: str = "dev", *, model: Any = None, train
     path = folder / "config.json"
     path.write_text(json.dumps(tree))
     return path
-
-
-def train_in(folder: Path, *flags: str, model: Mapping[str, Any] | None = None, **trainer: Any) -> Path:
-    """Trains on the dev corpus in this process and returns the run's folder."""
-    logs = folder / "logs"
-    before = set(logs.iterdir()) if logs.is_dir() else set()
-    path = write_config(folder, model=model, trainer=trainer)
-    assert train.main(["--config", str(path), "--eval-iters", "1", *flags]) == 0
-    (run,) = (path for path in set(logs.iterdir()) - before if not path.name.startswith("."))
-    return run
 
 
 def losses(run: Path) -> list[float]:

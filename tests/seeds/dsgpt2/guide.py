@@ -22,36 +22,35 @@ _SECONDS = 300
 
 @dataclass(frozen=True)
 class ExampleRun:
-    """What the commands left behind.
+    """The results of the commands.
 
     Attributes:
-        said: the output of each command that ended, by its text in the guide.
-        environment: in which they ran.
+        outputs: the output of each command, by its text in the guide.
     """
 
     folder: Path
-    said: Mapping[str, str]
+    outputs: Mapping[str, str]
     environment: Mapping[str, str]
 
     def output_of(self, script: str) -> str:
-        """The output of the only command that runs a script without further words."""
-        return self.said[f"bash examples/dsgpt2/{script}.sh"]
+        """The output of the only command that runs a script without arguments."""
+        return self.outputs[f"bash examples/dsgpt2/{script}.sh"]
 
 
 def commands_of_the_guide() -> list[str]:
-    """Every line of its shell blocks."""
+    """Every line of the guide's shell blocks."""
     blocks = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def needs_a_server(command: str) -> bool:
-    """Whether a command serves, or asks the server."""
+    """True if a command starts the server or sends it a request."""
     return "8_serve" in command or command.startswith("curl")
 
 
 @functools.cache
 def dsgpt2_example() -> ExampleRun:
-    """Runs the guide's commands but those of the server."""
+    """Runs the guide's commands except the server's."""
     holder = tempfile.TemporaryDirectory(prefix="dsgpt2")
     atexit.register(holder.cleanup)
     folder = Path(holder.name)
@@ -70,19 +69,14 @@ def dsgpt2_example() -> ExampleRun:
         "FINETUNE_ITERS": str(FINETUNE_STEPS),
         "PORT": "0",
     }
-    said = {}
+    outputs = {}
     for command in commands_of_the_guide():
         if needs_a_server(command):
             continue
         done = subprocess.run(
             ["bash", "-c", command],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False,
+        )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        said[command] = done.stdout + done.stderr
-    return ExampleRun(folder, said, environment)
+        outputs[command] = done.stdout + done.stderr
+    return ExampleRun(folder, outputs, environment)

@@ -35,39 +35,32 @@ def vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def request(line: str) -> RunRequest:
-    """What the trainer is asked for."""
     flags, words = read_program(DsGpt2Flags, line.split(), "ds_trainer.py", "")
     return parse([*flags.trainer_arguments(), *words], program=flags.program)
 
 
 def test_pretraining() -> None:
-    asked = request(PRETRAIN)
-    assert (asked.model.num_layers, asked.model.hidden_size, asked.model.max_position_embeddings) == (12, 768, 128)
-    assert (asked.data.data_path, asked.data.split, asked.data.seq_length) == (("db.json",), "90,10,0", 128)
-    assert asked.data.vocab_file == "vocab/vocab_50257/ko-vocab.json"
-    assert (asked.saving.save, asked.saving.save_interval, asked.loading.load) == ("c/test25", 2000, None)
-    assert (asked.optim.train_iters, asked.random.seed, asked.saving.checkpoint_link) == (
-        300,
-        7,
-        "epoch{epoch}-step{step}",
-    )
-    assert (asked.loss.loss_mean, asked.loss.loss_on_targets_only, asked.report.log_style) == (
-        "samples",
-        False,
-        "dsgpt2",
-    )
-    optim = asked.optim
+    parsed = request(PRETRAIN)
+    assert (parsed.model.num_layers, parsed.model.hidden_size, parsed.model.max_position_embeddings) == (12, 768, 128)
+    assert (parsed.data.data_path, parsed.data.split, parsed.data.seq_length) == (("db.json",), "90,10,0", 128)
+    assert parsed.data.vocab_file == "vocab/vocab_50257/ko-vocab.json"
+    assert (parsed.saving.save, parsed.saving.save_interval, parsed.loading.load) == ("c/test25", 2000, None)
+    assert (parsed.optim.train_iters, parsed.random.seed) == (300, 7)
+    assert parsed.saving.checkpoint_link == "epoch{epoch}-step{step}"
+    assert (parsed.loss.loss_mean, parsed.loss.loss_on_targets_only) == ("samples", False)
+    assert parsed.report.log_style == "dsgpt2"
+    optim = parsed.optim
     assert (optim.lr, optim.adam_beta1, optim.weight_decay, optim.clip_grad) == (3.5e-4, 0.95, 1e-5, 0.25)
-    assert (asked.evaluation.eval_interval, asked.evaluation.eval_iters) == (100, 1)
+    assert (parsed.evaluation.eval_interval, parsed.evaluation.eval_iters) == (100, 1)
 
 
 def test_fine_tuning() -> None:
-    asked = request(FINETUNE)
-    assert asked.loading.finetune and asked.loading.load == "checkpoints/test25/epoch1-step144000"
-    assert (asked.saving.save, asked.saving.save_interval) == ("checkpoints/finetune5", 1000)
-    assert asked.finetuning.chat_template == "dsgpt2" and asked.loss.loss_on_targets_only
-    assert (asked.finetuning.copy_prompt_probability, asked.report.wandb_project) == (0.25, "kg")
-    assert (asked.data.seq_length, asked.optim.lr, asked.random.seed) == (122, 1e-3, 123)
+    parsed = request(FINETUNE)
+    assert parsed.loading.finetune and parsed.loading.load == "checkpoints/test25/epoch1-step144000"
+    assert (parsed.saving.save, parsed.saving.save_interval) == ("checkpoints/finetune5", 1000)
+    assert parsed.finetuning.chat_template == "dsgpt2" and parsed.loss.loss_on_targets_only
+    assert (parsed.finetuning.copy_prompt_probability, parsed.report.wandb_project) == (0.25, "kg")
+    assert (parsed.data.seq_length, parsed.optim.lr, parsed.random.seed) == (122, 1e-3, 123)
 
 
 @pytest.mark.parametrize(
@@ -80,11 +73,7 @@ def test_fine_tuning() -> None:
         ("--restart True --load_dir old --ckpt_id epoch0-step4000", "old/epoch0-step4000", False),
         ("--train_mode finetune --workspace chat", "checkpoints/test0", True),
         ("--train_mode finetune --workspace chat --restart True", "checkpoints/test0", True),
-        (
-            "--train_mode finetune --workspace c --restart True --ckpt_id epoch3-step9",
-            "checkpoints/c/epoch3-step9",
-            False,
-        ),
+        ("--train_mode finetune --workspace c --restart True --ckpt_id step9", "checkpoints/c/step9", False),
     ],
 )
 def test_where_training_begins(words: str, load: str | None, finetune: bool) -> None:
@@ -94,15 +83,15 @@ def test_where_training_begins(words: str, load: str | None, finetune: bool) -> 
 
 @pytest.mark.parametrize(("name", "layers", "context"), [("112m_half", 6, 64), ("345m", 24, 64)])
 def test_the_other_sizes(name: str, layers: int, context: int) -> None:
-    asked = request(f"--config_train db.json --model_select {name}")
-    assert (asked.model.num_layers, asked.data.seq_length) == (layers, context)
+    parsed = request(f"--config_train db.json --model_select {name}")
+    assert (parsed.model.num_layers, parsed.data.seq_length) == (layers, context)
 
 
 def test_flags_of_the_trainer_win() -> None:
     assert request("--config_train db.json --lr-warmup-iters 5").optim.lr_warmup_fraction is None
-    asked = request("--config_train db.json --num-layers 2 --split 8,1,1 --lr 1 --tensor-model-parallel-size 2")
-    assert (asked.model.num_layers, asked.data.split, asked.optim.lr) == (2, "8,1,1", 1.0)
-    assert asked.parallel.tensor_model_parallel_size == 2
+    parsed = request("--config_train db.json --num-layers 2 --split 8,1,1 --lr 1 --tensor-model-parallel-size 2")
+    assert (parsed.model.num_layers, parsed.data.split, parsed.optim.lr) == (2, "8,1,1", 1.0)
+    assert parsed.parallel.tensor_model_parallel_size == 2
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,14 @@
-"""A file for a GPU runs on a CPU with a warning, and dataset full is read from local shards."""
+"""A GPU configuration runs on a CPU with a warning; dataset full is streamed from a local data set."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 
 import pytest
 
 from examples.gpt2_all_in import train
-from megatron.config import parse_flags
 from tests.helpers.projects.all_in_one import losses, write_config
-from tools.corpus import featurize
 
-DATA = Path(train.__file__).with_name("data")
 pytestmark = pytest.mark.full
 
 TINY = [
@@ -32,26 +27,6 @@ def test_002_3_the_gpu_file_runs_on_a_cpu_with_a_warning(
     (run,) = Path("logs").glob("[a-z]*")
     assert len(losses(run)) == 2
     assert 'gpu.json: "trainer.device" is cuda, but this run uses cpu' in capfd.readouterr().err
-
-
-def test_full_is_read_from_local_shards(tmp_path: Path) -> None:
-    """Parquet windows in several files, each pass over all of them."""
-    texts = [json.dumps({"text": f"the number {number} comes before {number + 1}. " * 8}) for number in range(40)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(texts))
-    words = [
-        *("--input", str(tmp_path / "texts.jsonl"), "--output-path", str(tmp_path / "full"), "--num-shards", "3"),
-        *("--vocab-file", str(DATA / "vocab.json"), "--merge-file", str(DATA / "merges.txt"), "--no-overlap"),
-        *("--min-sequence-length", "8", "--max-sequence-length", "32", "--num-workers", "1"),
-    ]
-    assert featurize.run(parse_flags(featurize.FeaturizeFlags, words)) == 0
-    shards = sorted(tmp_path.glob("full-*"))
-    assert len(shards) == 3
-    path = write_config(tmp_path, "full", trainer={"dataset": f"{tmp_path}/full-*", "n_epochs": 2, "batch_size": 32})
-    assert train.main(["--config", str(path), "--eval-iters", "1"]) == 0
-    (run,) = (tmp_path / "logs").glob("[a-z]*")
-    resolved = json.loads((run / "config.json").read_text())
-    rows = resolved["optim"]["train_tokens"] // 32 // 2
-    assert len(losses(run)) == math.ceil(2 * rows / 32) > 4 and losses(run)[-1] < losses(run)[0] - 1
 
 
 def test_full_is_streamed_from_a_local_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

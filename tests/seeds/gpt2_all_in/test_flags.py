@@ -25,7 +25,6 @@ def write(folder: Path, tree: Any) -> Path:
 
 
 def request(path: Path | str, *others: str) -> RunRequest:
-    """What the trainer is asked for by a file and further flags."""
     return parse(command_line(AllInOneFlags(config=str(path)), others), program=PROGRAM)
 
 

@@ -27,12 +27,10 @@ EVERY_FLAG = shlex.split(
 
 
 def read(*words: str, cls: type[Any] = HelloDeepSpeedFlags) -> tuple[Any, list[str]]:
-    """The flags of a command line."""
     return read_program(cls, words, "train_bert.py", "")
 
 
 def request_of(*words: str, cls: type[Any] = HelloDeepSpeedFlags) -> Any:
-    """What the trainer is asked for."""
     own, more = read(*words, cls=cls)
     return parse([*own.trainer_arguments(), *more], program=own.program)
 
@@ -45,7 +43,7 @@ def test_every_flag_of_the_program_is_known() -> None:
     )  # all else is as by default
 
 
-def test_the_trainer_is_asked_for_roberta() -> None:
+def test_the_trainer_gets_roberta() -> None:
     request = request_of(*EVERY_FLAG, "--seed", "7")
     model, optim = request.model, request.optim
     assert (model.num_layers, model.hidden_size, model.num_attention_heads, model.ffn_hidden_size) == (6, 256, 8, 512)
@@ -108,10 +106,10 @@ def experiment(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [((), 5), (("--num_iterations", "3"), 5), (("--num_iterations", "9"), 9)]
+    ("given", "expected"), [((), 5), (("--num_iterations", "3"), 5), (("--num_iterations", "9"), 9)]
 )
-def test_an_experiment_is_continued_with_its_own_flags(experiment: Path, asked: tuple[str, ...], expected: int) -> None:
-    own = continued(read("--load_checkpoint_dir", str(experiment), "--log_every", "1", *asked)[0])
+def test_an_experiment_is_continued_with_its_own_flags(experiment: Path, given: tuple[str, ...], expected: int) -> None:
+    own = continued(read("--load_checkpoint_dir", str(experiment), "--log_every", "1", *given)[0])
     assert (own.h_dim, own.dataset, own.log_every, own.num_iterations) == (32, "a.txt", 1, expected)
     assert own.prepared == read("--checkpoint_dir", str(experiment.parent), "--dataset", "a.txt")[0].prepared
     request = parse(own.trainer_arguments(), program=own.program)
@@ -123,9 +121,7 @@ def test_an_experiment_keeps_its_shape(experiment: Path) -> None:
     with pytest.raises(ConfigError, match="--h_dim 64 was given, but the experiment in .* has 32"):
         continued(read("--load_checkpoint_dir", str(experiment), "--h_dim", "64")[0])
     with pytest.raises(ConfigError, match="--h_dim 256 was given, but the experiment in .* has 32"):
-        continued(
-            read("--load_checkpoint_dir", str(experiment), "--h_dim", "256")[0]
-        )  # the default, but it was asked for
+        continued(read("--load_checkpoint_dir", str(experiment), "--h_dim", "256")[0])  # the default, but given
 
 
 def test_a_flag_that_is_given_counts_though_it_is_the_default(experiment: Path) -> None:

@@ -5,33 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-from collections.abc import Sequence
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from examples.jax_lm_training.jax_lm import log_style as style
-from examples.jax_lm_training.jax_lm import train
-from megatron.checkpoint.record import Progress
-from megatron.data.datasets.row_dataset import RowDataset
-from megatron.data.datasets.sample import Sample
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.inference.loaded_model import open_checkpoint
 from megatron.model.interface.step_context import StepSettings
 from megatron.observe.metrics_file import read_records, read_steps
-from megatron.observe.report import Pace, Report, ReportOutputs
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.programs import forking_python
 from tests.helpers.projects.jax_lm_page import PageRun
-from tests.helpers.ranks import run_ranks
-from tests.train.samples import WORKLOAD, Outcome, optim_config, report_config
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("jax-lm-training")]
 
@@ -55,14 +42,14 @@ def test_004_1_windows_hold_every_token(jax_lm: PageRun) -> None:
     assert ((windows.labels == ids) == kept).all() and (windows.labels[~kept] == -100).all()
     row = 0
     for text in texts:
-        wanted = tokenizer.encode(text)
+        expected = tokenizer.encode(text)
         found: list[int] = []
-        while len(found) < len(wanted):
+        while len(found) < len(expected):
             part = ids[row][kept[row]][BEFORE:-1].tolist()
-            begin = row_begin(len(found), found, part)
-            found = found[:begin] + part
+            start = row_start(len(found), found, part)
+            found = found[:start] + part
             row += 1
-        assert found == wanted
+        assert found == expected
     assert row == len(ids)
     exclamations = sum(tokenizer.encode(text).count(0) for text in texts)
     assert tokenizer.decode([0]) == "!" and exclamations >= len(texts)
@@ -73,24 +60,12 @@ def test_004_1_windows_hold_every_token(jax_lm: PageRun) -> None:
     assert "Dropped 0 tokens" in jax_lm.err
 
 
-def row_begin(length: int, found: list[int], part: list[int]) -> int:
-    """Where a window's text begins in its document: a stride after the one before, with which it overlaps."""
+def row_start(length: int, found: list[int], part: list[int]) -> int:
+    """The offset of a window's text in its document; windows overlap and start a stride apart."""
     if not found:
         return 0
     starts = [start for start in range(0, length, STRIDE) if found[start:] == part[: length - start]]
     return starts[-1]
-
-
-def test_one_worker_writes_the_same_bytes(jax_lm: PageRun) -> None:
-    line = (
-        "tools/corpus/featurize.py --tokenizer-model data/tr-tokenizer.json --input data/train.jsonl "
-        "--min-sequence-length 8 --max-sequence-length 32 --num-special-token-reserved 2 --ignore-label -100 --stride "
-        "15 --output-path one/wikitext.train --num-workers 1"
-    )
-    subprocess.run([forking_python(), *line.split()], cwd=jax_lm.folder, check=True, capture_output=True, timeout=120)
-    one, two = (Path(jax_lm.folder, folder, "wikitext.train-00000-of-00001") for folder in ("one", "dataset"))
-    assert one.read_bytes() == two.read_bytes()
-    assert np.frombuffer(two.read_bytes()[:4], np.uint8).tobytes() == b"PAR1"
 
 
 FIGURES = r"epoch: (\d+) step: (\d+)/(\d+) loss: (\d+\.\d{4}) ppl: (\d+\.\d\d)"
@@ -136,64 +111,14 @@ def test_the_loss_is_the_mean_over_real_tokens(jax_lm: PageRun) -> None:
         scores = loaded.model(ids, context)[..., : loaded.vocab_size].float().log_softmax(-1)  # [b, s, v]
     nats, tokens = 0.0, 0
     for row in range(len(ids)):
-        for place in range(1, ids.shape[1]):
-            if windows.attention_mask[row, place] and windows.labels[row, place] != -100:
-                nats -= float(scores[row, place - 1, ids[row, place]])
+        for position in range(1, ids.shape[1]):
+            if windows.attention_mask[row, position] and windows.labels[row, position] != -100:
+                nats -= float(scores[row, position - 1, ids[row, position]])
                 tokens += 1
     records = read_records(jax_lm.folder / "artifacts" / "run" / "metrics.jsonl")
     (loss,) = [one["lm_loss"] for one in records if one["kind"] == "evaluation" and one["iteration"] == STEPS]
     assert loss == pytest.approx(nats / tokens, rel=1e-4)
     assert (windows.attention_mask == 0).any(), "without padding, the mean over all positions would be the same"
-
-
-def test_a_restored_run_reads_only_what_follows(jax_lm: PageRun, tmp_path: Path) -> None:
-    words = [
-        *("--train-dataset-paths", str(jax_lm.folder / "dataset/wikitext.train**"), "--eval-dataset-paths"),
-        *(str(jax_lm.folder / "dataset/wikitext.test**"), "--model-save-dir", str(tmp_path / "rest")),
-        *("--tokenizer-model", str(jax_lm.folder / "data/tr-tokenizer.json"), "--batch-size", "4", "--num-epochs", "2"),
-        *("--max-sequence-length", "32", "--max-position-embeddings", "32", "--learning-rate", "3e-3"),
-        *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--attention-dropout", "0"),
-        *("--restore-checkpoint-path", str(jax_lm.folder / "twin" / "iter_0000020"), "--eval-iters", "0"),
-    ]
-    ((code, read),) = run_ranks(restore, 1, words)
-    assert code == 0
-    assert sorted(read) == list(range(20 * BATCH, STEPS * BATCH))
-
-
-def restore(rank: int, words: Sequence[str]) -> tuple[int, list[int]]:
-    """Continues a run; returns its exit code and the number of each sample that is read."""
-    read: list[int] = []
-    original = RowDataset.read
-
-    def recorded(dataset: RowDataset, sample: int) -> Sample:
-        read.append(sample)
-        return original(dataset, sample)
-
-    RowDataset.read = recorded  # type: ignore[method-assign]
-    return train.main(list(words)), read
-
-
-def test_the_remaining_time_is_right_after_the_third_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """A slow start, steps of a second that vary by a third, and evaluations and saves in between."""
-    now, steps, interval = 0.0, 2000, 100
-    report = Report(
-        report_config(log_interval=interval),
-        optim_config(train_iters=steps),
-        WORKLOAD,
-        ReportOutputs(style),
-        pace=Pace(lambda: now),
-    )
-    report.started(Progress())
-    lines_at = []
-    for step in range(1, steps + 1):
-        now += (60.0 if step == 1 else 1.0) * (1.0 + 0.3 * math.sin(step))
-        report.step(Progress(step, 8 * step, 128 * step), Outcome(), 0.1, 1.0)
-        if step % interval == 0:
-            lines_at.append(now)
-            now += 7.0  # evaluates and saves
-    for began_at, line in list(zip(lines_at, capsys.readouterr().out.splitlines(), strict=True))[2:-1]:
-        hours, minutes, seconds = map(int, line.rpartition("ETA ")[2].split(":"))
-        assert 3600 * hours + 60 * minutes + seconds == pytest.approx(now - began_at, rel=0.15)
 
 
 def test_004_3_parquet_and_token_files(jax_lm: PageRun) -> None:
@@ -224,7 +149,7 @@ def test_004_4_metrics(jax_lm: PageRun) -> None:
     shown = {event.step: event.value for event in events.Scalars("lm-loss-training/lm loss")}
     assert shown == pytest.approx({step: record["lm_loss"] for step, record in steps.items()}, rel=1e-6)
     offline = list(folder.glob(".wandb/wandb/offline-run-*/run-*.wandb"))
-    assert len(offline) == 1, "only the third run asked for Weights & Biases"
+    assert len(offline) == 1, "only the third run enables Weights & Biases"
     assert not list(folder.glob("wandb")) and not list((folder / "artifacts").rglob("*.wandb"))
     assert b"lm-loss-validation/valid" in offline[0].read_bytes()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import os
 import re
 import struct
@@ -15,17 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.formats.sidecar import read_sidecar
 from megatron.inference.loaded_model import open_checkpoint
-from megatron.model.interface.step_context import StepSettings
 from megatron.observe.metrics_file import read_steps
 from megatron.parallel.mesh import ParallelMesh
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tasks import main as perplexity
 from tests.helpers.networks import forward
-from tests.inference.checkpoints import make_checkpoint
-from tests.seeds.turkish_gpt2.guide import DOCUMENTS, ROOT, Guide
+from tests.seeds.turkish_gpt2.guide import DOCUMENTS, Guide
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("turkish")]
 
@@ -42,14 +36,6 @@ def test_001_1_doctor_shows_versions_backend_cores_and_what_is_off(turkish: Guid
     assert found["cores"] == f"{len(os.sched_getaffinity(0))} usable by this process"
 
 
-def test_the_extra_of_the_page_exists(turkish: Guide) -> None:
-    (extra,) = re.findall(r"^install \.\[(\w+)\]$", (turkish.folder / "pip.log").read_text(), flags=re.M)
-    package = Path(ROOT, "pyproject.toml").read_text()
-    needed, _, extras = package.partition("[project.optional-dependencies]")
-    assert re.search(rf"^{extra} = \[", extras, flags=re.M)
-    assert not re.search(r'"(apex|ninja|nvidia)', needed)
-
-
 PAIRS = (("I", "ı"), ("İ", "i"), ("I", "İ"), ("ı", "i"), ("IĞDIR", "iğdir"), ("ş", "s"), ("ğ", "g"))
 
 
@@ -64,18 +50,6 @@ def test_001_2_corpus_and_tokenizer_keep_every_letter(turkish: Guide) -> None:
     assert all(tokenizer.encode(one) != tokenizer.encode(other) for one, other in PAIRS)
     assert "'ILIK İĞDE, ılık iğde'\n" in turkish.output
     assert f"round trip: {DOCUMENTS} of {DOCUMENTS} documents come back byte for byte" in turkish.output
-
-
-def test_a_tokenizer_of_lower_case_merges_both_letters_i_as_the_page_says(tmp_path: Path) -> None:
-    letters = "abcdefghijklmnoprstuvyzçğıöşüİIĞDR"
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *("##" + letter for letter in letters)]
-    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    lower, case = (
-        build_tokenizer(TokenizerChoice(name, str(tmp_path / "vocab.txt")))
-        for name in ("BertWordPieceLowerCase", "BertWordPieceCase")
-    )
-    assert lower.encode("IĞDIR") == lower.encode("iğdir") == lower.encode("igdir")
-    assert case.encode("IĞDIR") != case.encode("iğdir") != case.encode("igdir")
 
 
 TOKENIZER = "--vocab gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer --append-eod"
@@ -117,23 +91,6 @@ def test_001_3_workers_programs_and_chunks_give_the_same_bytes(turkish: Guide) -
     assert [tokenizer.decode(ids[:-1]) for ids in found] == turkish.texts()
 
 
-def test_the_descriptions_of_merged_and_whole_files_agree(turkish: Guide) -> None:
-    merged, whole = (read_sidecar(turkish.folder / f"{name}_text_document") for name in ("meg-gpt2_oscar", "my-gpt2"))
-    assert merged is not None and whole is not None and merged.tokenizer == whole.tokenizer
-    assert (merged.documents, merged.empty, merged.tokens) == (whole.documents, whole.empty, whole.tokens)
-    assert whole.documents == DOCUMENTS
-    assert not list(turkish.folder.glob("ranks_0*")), "parts of a finished run are removed"
-
-
-def test_speeds_are_shown(turkish: Guide) -> None:
-    assert f"Processed {DOCUMENTS} documents (" in turkish.output and " docs/s, " in turkish.output
-
-
-def test_any_tokenizer_of_hugging_face(turkish: Guide) -> None:
-    (ids,) = IndexedDataset(turkish.folder / "c4_en_train_text_document")[:]
-    assert len(ids) == len("ılık iğde") + 1 and ids[-1] == 0
-
-
 def test_001_5_launchers_and_the_address_of_a_slurm_job(turkish: Guide) -> None:
     runs = sorted((turkish.folder / "runs").iterdir())
     steps = [step for run in runs for step in read_steps(run)]
@@ -152,68 +109,11 @@ def test_torchrun_and_plain_python_start_the_example(turkish: Guide) -> None:
     assert read_steps(example / "run-tuned")[1]["consumed_samples"] == 4, "fine-tuning begins anew"
 
 
-PROMPTS = "def main(argument):\n\nimport os\nthe last line without an end"
 PROMPTS_OF_THE_EXAMPLE = ["Bir varmış, bir yokmuş.", "Iğdır", "İzmir"]
-WINDOW, STRIDE = 32, 5
-PUBLISHED = (
-    " \n = Random numbers = \n \n A sequence of 1 @,@ 000 numbers , drawn ( without replacement ) from a list ; each "
-    "is chosen once . \n The well @-@ known ' key ' sets the state of the generator . \n " * 2
-)
-PLAIN = (
-    "\n= Random numbers =\n\nA sequence of 1,000 numbers, drawn (without replacement) from a list; each is chosen once."
-    "\nThe well-known 'key' sets the state of the generator.\n"
-)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint and a file of prompts of different lengths."""
-    folder = tmp_path_factory.mktemp("scenario")
-    make_checkpoint(folder)
-    (folder / "prompts.txt").write_text(PROMPTS)
-    return folder
 
 
 def records(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_wikitext(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    checkpoints = folder / "checkpoints"
-    (tmp_path / "wiki.test.tokens").write_text(PUBLISHED)
-    argv = ["--task", "WIKITEXT103", "--valid-data", str(tmp_path / "wiki.test.tokens"), "--load", str(checkpoints)]
-    assert perplexity.main([*argv, "--overlapping-eval", str(STRIDE)]) == 0
-    rule, text, again = capfd.readouterr().out.splitlines()[-3:]
-    number = r"(\d\.\d{4}E[+-]\d\d)"
-    found = re.fullmatch(
-        rf" validation results on WIKITEXT103 \| avg loss: {number} \| ppl: {number} \| adjusted ppl: {number} \| "
-        r"token ratio: (\d+\.\d+) \|",
-        text,
-    )
-    assert found and rule == again == "-" * (len(text) + 1)
-    loss, tokens = reference_loss(checkpoints)
-    words = len(PUBLISHED.strip().split(" "))
-    ratio = (tokens - 1) / (words - 1)
-    loss_shown, ppl, adjusted, ratio_shown = map(float, found.groups())
-    assert loss_shown == pytest.approx(loss, rel=1e-4)
-    assert ppl == pytest.approx(math.exp(loss), rel=1e-3)
-    assert adjusted == pytest.approx(math.exp(min(20, loss * ratio)), rel=1e-2)
-    assert ratio_shown == ratio
-
-
-def reference_loss(checkpoints: Path) -> tuple[float, int]:
-    """The loss when each token is scored by the last window of upstream's that does not count it twice."""
-    loaded = open_checkpoint(str(checkpoints), {}, ParallelMesh.single())
-    tokens = loaded.tokenizer.encode(PLAIN * 2)
-    assert len(tokens) > 3 * WINDOW
-    nats = 0.0
-    for place in range(1, len(tokens)):
-        first = max(0, math.ceil((place - WINDOW) / STRIDE)) * STRIDE
-        context = StepSettings().context(torch.zeros(1, dtype=torch.int64), first_sample=0)
-        with torch.inference_mode():
-            logits = loaded.model(torch.tensor([tokens[first:place]]), context)[0, -1, : loaded.vocab_size]
-        nats -= float(logits.float().log_softmax(-1)[tokens[place]])
-    return nats / (len(tokens) - 1), len(tokens)
 
 
 @pytest.mark.slow

@@ -1,51 +1,17 @@
-"""A killed run continues elsewhere from its copy; the demo notebook runs from top to bottom."""
+"""The demo notebook runs from top to bottom."""
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from examples.gpt2_all_in import train
-from tests.helpers.machines.fake_ssh import FakeSsh
-from tests.helpers.projects.all_in_one import losses, train_in
-from tools.runs import sync_run
 
 NOTEBOOK = Path(train.__file__).with_name("demo.ipynb")
 pytestmark = pytest.mark.full
-
-STEPS = ("--train-iters", "8")
-
-
-@pytest.mark.parametrize("way", ["directory", "ssh"])
-def test_002_8_a_killed_run_goes_on_from_its_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, uninterrupted: list[float]
-) -> None:
-    """The run ends after step 5 with a checkpoint of step 4 and half of another; its machine is then gone."""
-    ssh = FakeSsh(tmp_path / "ssh", monkeypatch)
-    run = train_in(tmp_path / "first", *STEPS, "--exit-interval", "5", model=DROPOUT, ckpt_interval=2)
-    shutil.rmtree(run / "ckpt" / "iter_0000005")
-    half = run / "ckpt" / ".tmp-iter_0000006-0123456789abcdef"
-    shutil.copytree(run / "ckpt" / "iter_0000004", half)
-    to = str(ssh.home / "runs") if way == "directory" else "user@host:runs"
-    assert sync_run.main([str(run), "--to", to]) == 0
-    shutil.rmtree(tmp_path / "first")
-    copy = ssh.home / "runs" / run.name
-    assert not list((copy / "ckpt").glob(".tmp*"))
-    assert train.main(["--resume", str(copy), "--exit-interval", "100"]) == 0
-    assert losses(copy) == uninterrupted
-    assert (copy / "ckpt" / "iter_0000008").is_dir()
-
-
-DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses(train_in(tmp_path_factory.mktemp("uninterrupted"), *STEPS, model=DROPOUT, ckpt_interval=2))
 
 
 @pytest.fixture
