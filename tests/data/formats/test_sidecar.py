@@ -66,9 +66,7 @@ def test_the_tokenizer_that_made_the_data_fits_and_no_other(prefix: str, tmp_pat
     write_sidecar(prefix, replace(SIDECAR, tokenizer=replace(SIDECAR.tokenizer, fingerprint=None)))
     check_tokenizer_fits([prefix], Fake(fingerprint="cd" * 32))
     write_sidecar(prefix, SIDECAR)
-    with pytest.raises(
-        DataError, match=r"data was made with another tokenizer .*abababababab, 500 .*cdcdcdcdcdcd, 500"
-    ):
+    with pytest.raises(DataError, match=r"made with another tokenizer .*abababababab, 500 .*cdcdcdcdcd"):
         check_tokenizer_fits([prefix], Fake(fingerprint="cd" * 32))
     with pytest.raises(DataError, match=r"500 tokens\) than this run's .*501 tokens\).*--vocab-file"):
         check_tokenizer_fits([prefix], Fake(vocab_size=501))
