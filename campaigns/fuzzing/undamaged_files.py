@@ -21,7 +21,7 @@ from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar, SourceRecord
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import build_tokenizer
-from tests.data.sidecars import write_sidecar
+from tests.data.corpora import write_sidecar
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
 VOCAB_SIZE = 600

@@ -1,12 +1,19 @@
-"""Fixtures of the tests of data: the golden corpus, and a low limit of open files."""
+"""Fixtures of the tests of data: a tokenizer, the golden corpus, and a low limit of open files."""
 
 import resource
 from pathlib import Path
 
 import pytest
 
+from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
 from tests.data.datasets.token_datasets import MANY_SOURCES
+from tests.helpers.vocabulary import write_vocabulary
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 
 @pytest.fixture

@@ -95,14 +95,9 @@ class MaskedRows(GivenRows):
     def read(self, sample: int) -> Sample:
         labels = self.rows[sample]
         is_hidden = np.array([False, True, sample % 2 == 1, False])
-        return Sample(
-            np.where(is_hidden, 7, labels),
-            is_hidden,
-            segment_ids=np.array([0, 0, 0, 1]),
-            labels=labels,
-            token_types=np.array([0, 0, 1, 0]),
-            is_swapped=sample % 2 == 0,
-        )
+        segments, types = np.array([0, 0, 0, 1]), np.array([0, 0, 1, 0])
+        more = {"segment_ids": segments, "labels": labels, "token_types": types, "is_swapped": sample % 2 == 0}
+        return Sample(np.where(is_hidden, 7, labels), is_hidden, **more)
 
 
 MASKED_OPTIONS = BatchOptions(eod_id=5, vocab_size=9, segments=True, predictions=3)

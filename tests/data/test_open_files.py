@@ -38,9 +38,7 @@ def test_too_many_open_files_are_called_that(what, tmp_path, capsys):
         with contextlib.suppress(OSError):
             while True:
                 held.append(open(os.devnull))
-        with pytest.raises(
-            TooManyFilesError, match=r"Too many open files. The limit for this process is \d+ open files. Raise"
-        ):
+        with pytest.raises(TooManyFilesError, match=r"Too many open files. The limit .* is \d+ open files. Raise"):
             if what == "the pair":
                 IndexedDataset(tmp_path / "part")
             else:

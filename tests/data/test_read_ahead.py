@@ -1,7 +1,6 @@
 """The thread that reads ahead: order, failures of any kind, and a thread that cannot be started."""
 
 import _thread
-import ctypes
 import threading
 from collections.abc import Iterator
 
@@ -83,22 +82,6 @@ def test_what_would_end_the_program_silently_is_an_error_of_the_run(thread: Read
     for _ in range(2):
         with pytest.raises(StorageError, match=f"Reading data ahead failed with {type(failure).__name__}.*num-workers"):
             reading.result()
-
-
-def test_a_thread_killed_between_two_readings_is_an_error_at_the_next_request(
-    thread: ReadAhead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_CHECK_SECONDS", 0.05)
-    source = Source(1)
-    reading = thread.submit(source)
-    assert source.began.wait(PATIENCE_SECONDS)
-    # raised at the thread's next instruction of Python, wherever that is
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(source.readers.pop()), ctypes.py_object(type("Killed", (BaseException,), {}))
-    )
-    source.go.release()
-    with pytest.raises(StorageError, match="failed with Killed|ended with Killed"):
-        reading.result()
 
 
 @pytest.mark.parametrize("reason", [None, "from outside"])

@@ -12,11 +12,7 @@ from tests.data.datasets.token_datasets import SEQUENCE_LENGTH, build, config
 @pytest.mark.parametrize(
     ("tokens", "samples", "words"),
     [
-        (
-            SEQUENCE_LENGTH,
-            51,
-            ["has {tokens} tokens, which do not fill one sample of --seq-length", "repeated 51 times"],
-        ),
+        (SEQUENCE_LENGTH, 51, ["has {tokens} tokens, which do not fill one sample of --seq-len", "repeated 51 times"]),
         (10 * SEQUENCE_LENGTH + 1, 200, ["the {tokens} tokens of the training data", "repeated 20 times in this run"]),
         (10 * SEQUENCE_LENGTH + 1, 100, []),
         (SEQUENCE_LENGTH + 1, 1, []),

@@ -10,15 +10,9 @@ from megatron.data.build import SplitDatasets, build_split_datasets
 from megatron.data.datasets.changed_samples import is_copied
 from megatron.data.datasets.examples.example_options import ExampleOptions
 from megatron.data.sources.source import DataRequest
-from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
-from tests.helpers.vocabulary import write_vocabulary
+from megatron.tokenizers.tokenizer import Tokenizer
 
 LENGTH, COUNT, SEED = 31, 40, 1234
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 
 @pytest.fixture

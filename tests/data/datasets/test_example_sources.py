@@ -12,20 +12,13 @@ from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus
 from tests.data.databases import new_database, numbered
 from tests.data.samples import batches_of_ranks
-from tests.helpers.vocabulary import write_vocabulary
 
 LENGTH = 31
 DEFAULT = ExampleOptions()
 PACKED = ExampleOptions(pack=True, on_targets_only=True, needed_by="--pack-examples")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory):
-    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 
 def write(path: Path, count: int, word: str = "to") -> str:
@@ -105,16 +98,6 @@ def test_blends_of_files_and_stores(tmp_path: Path, tokenizer) -> None:
     assert plan.train is not None and len(plan.train.sources) == 2
     found = prompts(datasets.train, range(40), tokenizer)
     assert sum(text.startswith("of") for text in found) == 10
-    assert (tmp_path / "index-cache").is_dir()
-
-
-def test_indices_are_next_to_the_data_or_where_they_are_wanted(tmp_path: Path, tokenizer) -> None:
-    path = write(tmp_path / "chat.jsonl", 20)
-    build(tokenizer, path, options=PACKED, data_cache_path=str(tmp_path / "elsewhere"))
-    names = {found.name.partition("-")[0] for found in (tmp_path / "elsewhere").glob("*.npy")}
-    assert names == {"examples", "rows"}
-    assert not (tmp_path / "index-cache").exists()
-    build(tokenizer, f"{tmp_path}/*.jsonl", options=PACKED)
     assert (tmp_path / "index-cache").is_dir()
 
 

@@ -162,14 +162,6 @@ def test_a_group_of_rows_is_decoded_once_for_a_chunk(windows: str, monkeypatch: 
     assert len(asked) == len(set(asked)) == 4 * 7
 
 
-def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
-    data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
-    assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 80
-    datasets, _ = build(data, (160, 0, 0))
-    seen = [first // LENGTH for first in first_tokens(datasets.train, 160)]
-    assert sorted(seen[:80]) == sorted(seen[80:]) == list(range(80)) and seen[:80] != seen[80:]
-
-
 def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "corpus", [10] * 9)
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")

@@ -79,22 +79,14 @@ def test_reader_gives_the_golden_tokens(tmp_path, layout):
         ("corpus", "corpus.idx does not exist .*The folder holds .*corpus_text_document"),
         ("corpus_text_document.bin", "given without its suffix: use .*corpus_text_document"),
         ("elsewhere/corpus", r"The folder /.*/elsewhere does not exist either\. Give another prefix\.$"),
+        ("novel.txt", r"novel\.txt \(a data path\) is a file, not token files.*preprocess_data\.py.*train_on_text\.py"),
     ],
 )
 def test_a_missing_file_is_named_with_a_suggestion(tmp_path, name, message):
     write_corpus(tmp_path / "corpus_text_document", [3])
+    (tmp_path / "novel.txt").write_text("one\n")
     with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / name)
-
-
-def test_a_text_in_place_of_token_files_is_named_with_what_makes_them(tmp_path):
-    path = tmp_path / "novel.txt"
-    path.write_text("one\n")
-    with pytest.raises(
-        DataError,
-        match=r"novel\.txt \(a data path\) is a file, not token files.*preprocess_data\.py.*train_on_text\.py",
-    ):
-        IndexedDataset(path)
 
 
 def test_an_unreadable_file_is_a_data_error(tmp_path, monkeypatch):

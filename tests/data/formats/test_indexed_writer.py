@@ -50,14 +50,6 @@ def test_tables_written_in_chunks_equal_those_written_at_once(tmp_path, is_cache
     )
 
 
-@pytest.mark.parametrize("is_cached", [False, True])
-def test_a_pair_without_sequences_can_be_written_and_read(tmp_path, is_cached):
-    with IndexedWriter(tmp_path / "empty", np.uint16, is_cached=is_cached):
-        pass
-    dataset = IndexedDataset(tmp_path / "empty")
-    assert len(dataset) == 0 and dataset.tokens == 0 and dataset.documents.tolist() == [0] and dataset[:] == []
-
-
 def test_width_rule():
     assert width_for(65499) == np.uint16 and width_for(65500) == np.int32 and width_for(None) == np.int32
 

@@ -19,19 +19,11 @@ from megatron.data.formats.sidecar import (
 )
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.record import TokenizerRecord
-from tests.data.sidecars import write_sidecar
+from tests.data.corpora import write_sidecar
 
-SIDECAR = Sidecar(
-    documents=3,
-    empty=1,
-    skipped=2,
-    sequences=3,
-    tokens=6,
-    append_eod=True,
-    tokenizer=TokenizerRecord("GPT2BPETokenizer", "ab" * 32, 500, 499),
-    versions={"numpy": "2"},
-    sources=(SourceRecord("a.jsonl", 100, "0123456789abcdef"), SourceRecord("-", 7, None)),
-)
+MADE_BY = TokenizerRecord("GPT2BPETokenizer", "ab" * 32, 500, 499)
+SOURCES = (SourceRecord("a.jsonl", 100, "0123456789abcdef"), SourceRecord("-", 7, None))
+SIDECAR = Sidecar(3, 1, 2, 3, 6, append_eod=True, tokenizer=MADE_BY, versions={"numpy": "2"}, sources=SOURCES)
 
 
 @dataclass
@@ -74,9 +66,7 @@ def test_the_tokenizer_that_made_the_data_fits_and_no_other(prefix: str, tmp_pat
     write_sidecar(prefix, replace(SIDECAR, tokenizer=replace(SIDECAR.tokenizer, fingerprint=None)))
     check_tokenizer_fits([prefix], Fake(fingerprint="cd" * 32))
     write_sidecar(prefix, SIDECAR)
-    with pytest.raises(
-        DataError, match=r"data was made with another tokenizer .*abababababab, 500 .*cdcdcdcdcdcd, 500"
-    ):
+    with pytest.raises(DataError, match=r"made with another tokenizer .*abababababab, 500 .*cdcdcdcdcd"):
         check_tokenizer_fits([prefix], Fake(fingerprint="cd" * 32))
     with pytest.raises(DataError, match=r"500 tokens\) than this run's .*501 tokens\).*--vocab-file"):
         check_tokenizer_fits([prefix], Fake(vocab_size=501))

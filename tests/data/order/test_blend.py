@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies
 
 from megatron.data.order import blend
 from megatron.data.order.blend import blend_order
-from tests.data.order.digests import md5
+from tests.data.corpora import md5
 
 
 def test_golden_blends(builder):

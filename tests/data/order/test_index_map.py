@@ -7,8 +7,7 @@ from hypothesis import given, settings, strategies
 from megatron.data.order import index_map
 from megatron.data.order.index_map import build_indices, plan_epochs, sample_index
 from megatron.errors import DataError
-from tests.data.corpora import GOLDEN_LENGTHS
-from tests.data.order.digests import md5
+from tests.data.corpora import GOLDEN_LENGTHS, md5
 
 LENGTHS = np.array(GOLDEN_LENGTHS, np.int32)
 ONE_EPOCH_DOCUMENTS = [7, 2, 9, 1, 0, 8, 4, 5, 6, 3]

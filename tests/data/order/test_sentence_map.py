@@ -8,7 +8,7 @@ from megatron.data.order import sentence_map
 from megatron.data.order.index_map import compiled_builder
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map, mersenne_numbers, usable_documents
 from megatron.errors import DataError
-from tests.data.order.digests import md5
+from tests.data.corpora import md5
 
 COUNTS = 7 * np.arange(300) % 9 + 1  # sentences of each document
 DOCUMENTS = np.concatenate([[0], np.cumsum(COUNTS)])

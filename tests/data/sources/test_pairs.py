@@ -25,9 +25,8 @@ from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
-from tests.data.corpora import write_corpus
+from tests.data.corpora import write_corpus, write_sidecar
 from tests.data.samples import micro_batches
-from tests.data.sidecars import write_sidecar
 from tests.data.token_pairs import TARGET, token_ids, write_pairs
 
 LENGTH = 16
@@ -104,17 +103,6 @@ def test_splits_divide_pairs_not_rows(pairs: str) -> None:
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     found = [{pair for sample in range(len(part)) for pair in _pairs_of(part[sample])} for part in parts if part]
     assert [(min(part), max(part)) for part in found] == [(0, 27), (28, 35), (36, 39)]
-
-
-def test_a_longer_run_continues_the_stored_order(pairs: str) -> None:
-    short, plan = _build(pairs, (10, 0, 0))
-    longer, extended = _build(pairs, (200, 0, 0), DataPlan.from_json(plan.to_json()))
-    assert short.train is not None and longer.train is not None and extended.train is not None
-    assert len(extended.train.sources[0].segments) == 2
-    for sample in range(len(short.train)):
-        assert np.array_equal(short.train[sample], longer.train[sample])
-    with pytest.raises(DataError, match="The training data differs from the run to resume"):
-        _build(pairs, (10, 0, 0), plan, split="50,50,0")
 
 
 def test_another_length_or_seed_is_another_packing(pairs: str, tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """What a data prefix names: layouts of token files, and fingerprints."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from megatron.data.build import data_fingerprint
-from megatron.data.formats.index_layout import CACHED_HEADER, CACHED_MAGIC
 from megatron.data.formats.indexed import IndexedDataset
+from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.errors import DataError
 from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
 from tests.data.datasets.token_datasets import build, config, rows_of
@@ -23,11 +21,9 @@ def test_the_fingerprint_distinguishes_files(tmp_path, corpus):
 def write_cached_copy(prefix: str, copy: str) -> str:
     """The same tokens in the `TNTIDX` layout."""
     indexed = IndexedDataset(prefix)
-    ends = np.concatenate([[0], np.cumsum(indexed.lengths, dtype=np.int64)])
-    header = CACHED_HEADER.pack(CACHED_MAGIC, 1, 4, 4, len(indexed), len(indexed), len(indexed.documents))
-    tables = (np.arange(len(indexed) + 1), ends, indexed.lengths, indexed.documents)
-    Path(copy + ".idx").write_bytes(header + b"".join(table.astype("<i8").tobytes() for table in tables))
-    Path(copy + ".bin").write_bytes(Path(prefix + ".bin").read_bytes())
+    with IndexedWriter(copy, np.int32, is_cached=True) as writer:
+        for sequence in indexed[:]:
+            writer.add_document([sequence])
     return copy
 
 

@@ -17,42 +17,24 @@ from tests.data.databases import NEWS, WEB, Database, write_web_and_news
 
 
 def test_addresses(tmp_path: Path) -> None:
-    assert StoreAddress.of("sqlite:///a%20b.db?table=web,news&table=x%2Cy&column=form") == StoreAddress(
-        "sqlite", "a b.db", "", ("web", "news", "x,y"), "form", "sqlite:///a%20b.db"
-    )
+    address = "sqlite:///a%20b.db?table=web,news&table=x%2Cy&column=form"
+    names = ("web", "news", "x,y")
+    assert StoreAddress.of(address) == StoreAddress("sqlite", "a b.db", "", names, "form", "sqlite:///a%20b.db")
     mongo = StoreAddress.of("mongodb://me:pw@host:1,other:2/corpus?authSource=admin&collection=web")
-    assert (reveal(mongo.target), mongo.database, mongo.collections) == (
-        "mongodb://me:pw@host:1,other:2/corpus?authSource=admin",
-        "corpus",
-        ("web",),
-    )
+    assert reveal(mongo.target) == "mongodb://me:pw@host:1,other:2/corpus?authSource=admin"
+    assert (mongo.database, mongo.collections) == ("corpus", ("web",))
     assert mongo.shown == "mongodb://me:***@host:1,other:2/corpus?authSource=admin&collection=web"
     assert StoreAddress.of(mongo.only("n,s")).collections == ("n,s",) and "pw" not in repr(mongo)
     assert reveal(mongo.only("n,s")) == "mongodb://me:pw@host:1,other:2/corpus?authSource=admin&collection=n%2Cs"
     path = tmp_path / "db.json"
-    path.write_text(
-        json.dumps(
-            {
-                "MONGO_CONNECTION_STRING": "mongodb://h:1",
-                "MONGO_CONNECTION_DB": "korean",
-                "COLLECTIONS": ["web", "news"],
-            }
-        )
-    )
-    configured = StoreAddress.of(str(path))
-    assert (configured.target, configured.database, configured.collections) == (
-        "mongodb://h:1",
-        "korean",
-        ("web", "news"),
-    )
-    assert StoreAddress.of(configured.only("news")).collections == ("news",) and configured.only("news").startswith(
-        str(path)
-    )
+    content = {"MONGO_CONNECTION_STRING": "mongodb://h:1", "MONGO_CONNECTION_DB": "korean"}
+    path.write_text(json.dumps({**content, "COLLECTIONS": ["web", "news"]}))
+    file = StoreAddress.of(str(path))
+    assert (file.target, file.database, file.collections) == ("mongodb://h:1", "korean", ("web", "news"))
+    assert StoreAddress.of(file.only("news")).collections == ("news",) and file.only("news").startswith(str(path))
     (tmp_path / "line.json").write_text('{"text": "a"}')
-    assert [
-        is_store_address(text) for text in ("sqlite:///x", "mongodb+srv://h/d", str(path), configured.only("web"))
-    ] == [True] * 4
-    assert not any(is_store_address(text) for text in ("x.jsonl", "-", str(tmp_path), str(tmp_path / "line.json")))
+    assert all(map(is_store_address, ("sqlite:///x", "mongodb+srv://h/d", str(path), file.only("web"))))
+    assert not any(map(is_store_address, ("x.jsonl", "-", str(tmp_path), str(tmp_path / "line.json"))))
 
 
 def test_a_configuration_file_may_name_a_sqlite_file(sqlite_database: Database, tmp_path: Path) -> None:

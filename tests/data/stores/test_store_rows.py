@@ -14,17 +14,11 @@ from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.stores.store_rows import DocumentEncoder, StoreRows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import Tokenizer
-from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.databases import Database, new_database, numbered
-from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.helpers.vocabulary import hard_documents
 
 LENGTH = 16
 TEXTS = [f"{number}{' to' * (number % 4)}" for number in range(40)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 
 @pytest.fixture

@@ -61,6 +61,10 @@ def test_unknown_names_and_bad_files_are_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"holds \[1\]; it must hold one JSON object"):
         load_chat_template(None, tmp_path)
+    config(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(" \n")
+    with pytest.raises(ConfigError, match="the chat template .*/chat_template.jinja is empty"):
+        load_chat_template(None, tmp_path)
 
 
 def test_folder_of_the_tokenizer(tmp_path):
@@ -117,10 +121,3 @@ def test_texts_and_ids_are_those_of_transformers(tmp_path, add_generation_prompt
         if add_generation_prompt:
             ids = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
             assert template.prompt_ids(conversation, tokenizer) == list(ids)
-
-
-def test_an_empty_template_is_refused_by_its_path(tmp_path):
-    path = tmp_path / "chat_template.jinja"
-    path.write_text(" \n")
-    with pytest.raises(ConfigError, match=f"the chat template {path} is empty"):
-        load_chat_template(None, tmp_path)

@@ -87,14 +87,8 @@ def test_long_texts_may_be_split_before_spaces(
     tokenizer = load(write_model(tmp_path, **options), "Llama2Tokenizer")
     assert tokenizer.can_cut_before_spaces
     marks = " a \u2581 b \u200b c  d\u3000 e \u0301 f \xa0 g \t h"
-    for text in [
-        *hard_documents(60),
-        " ".join(hard_documents(60)),
-        marks * 40,
-        "ab " * 60,
-        "ab  " * 60,
-        "x" * 80 + " ",
-    ]:
+    hard = hard_documents(60)
+    for text in (*hard, " ".join(hard), marks * 40, "ab " * 60, "ab  " * 60, "x" * 80 + " "):
         found = encode_pieces(tokenizer, text)
         assert found == tokenizer.encode(text), repr(text[:60])
 

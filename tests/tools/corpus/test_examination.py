@@ -13,7 +13,7 @@ from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.formats.sidecar import Sidecar
 from megatron.errors import DataError
 from megatron.tokenizers.record import TokenizerRecord
-from tests.data.sidecars import write_sidecar
+from tests.data.corpora import write_sidecar
 from tools.corpus import examination as check_module
 from tools.corpus.examination import examine, report, sample_documents
 

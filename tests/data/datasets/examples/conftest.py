@@ -1,4 +1,4 @@
-"""Fixtures of the tests of examples: a tokenizer, and files of conversations."""
+"""Fixtures of the tests of examples: files of conversations."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -6,15 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megatron.tokenizers.library import Tokenizer
-from megatron.tokenizers.tokenizer import build_tokenizer
-from tests.helpers.vocabulary import write_vocabulary
-
-
-@pytest.fixture(scope="package")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return build_tokenizer(write_vocabulary(tmp_path_factory.mktemp("vocabulary"), 400))
 
 
 @pytest.fixture

@@ -41,16 +41,10 @@ def test_lines_lists_and_compressed_files_hold_the_same_records(tmp_path):
         (tmp_path / name).write_text(text)
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "e.json.gz").write_bytes(gzip.compress(json.dumps(RECORDS).encode()))
-    for name, numbers in {
-        "a.jsonl": [1, 3],
-        "b.json": [1, 2],
-        "c.json": [1, 3],
-        "d.jsonl.gz": [1, 3],
-        "e.json.gz": [1, 2],
-    }.items():
+    for name in ("a.jsonl", "b.json", "c.json", "d.jsonl.gz", "e.json.gz"):
         found = list(read_records(str(tmp_path / name)))
         assert [record for _, record in found] == RECORDS
-        assert [number for number, _ in found] == numbers
+        assert [number for number, _ in found] == ([1, 2] if name in ("b.json", "e.json.gz") else [1, 3])
 
 
 @pytest.mark.parametrize(

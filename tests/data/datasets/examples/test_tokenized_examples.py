@@ -49,9 +49,8 @@ def test_ids_are_made_once_and_again_when_something_changes(write, tokenizer, tm
     assert len(made) == len(PAIRS)
     assert opened(path, tokenizer, tmp_path).fingerprint == first.fingerprint
     assert len(made) == len(PAIRS)
-    changed = opened(
-        path, tokenizer, tmp_path, ChatTemplate("mine", "{% for one in messages %}{{ one.content }}:{% endfor %}")
-    )
+    mine = ChatTemplate("mine", "{% for one in messages %}{{ one.content }}:{% endfor %}")
+    changed = opened(path, tokenizer, tmp_path, mine)
     assert len(made) == 2 * len(PAIRS)
     write([{**PAIRS[0], "answer": "another"}, *PAIRS[1:]])
     again = opened(path, tokenizer, tmp_path)
@@ -80,9 +79,7 @@ def test_an_example_without_a_token_of_an_answer_is_refused(write, tokenizer, tm
     )
     template = ChatTemplate("hiding", source)
     for records, line in (([PAIRS[0], {"prompt": "q", "answer": "hidden"}], 2), ([{"q": "q", "a": "hidden"}], 1)):
-        with pytest.raises(
-            DataError, match=rf"chat.jsonl:{line}: the chat template hiding renders no token of the answer"
-        ):
+        with pytest.raises(DataError, match=rf"chat.jsonl:{line}: the chat template hiding renders no token of the"):
             opened(write(records), tokenizer, tmp_path, template)
 
 
@@ -90,12 +87,8 @@ def test_places_of_several_files(write, tokenizer, tmp_path):
     for name, records in {"a.jsonl": PAIRS[:3], "b.jsonl": [], "c.jsonl": PAIRS[3:5]}.items():
         write(records, name)
     examples = opened(f"{tmp_path}/*.jsonl", tokenizer, tmp_path)
-    assert [examples.locate(number) for number in (0, 2, 3, 4)] == [
-        f"{tmp_path}/a.jsonl:1",
-        f"{tmp_path}/a.jsonl:3",
-        f"{tmp_path}/c.jsonl:1",
-        f"{tmp_path}/c.jsonl:2",
-    ]
+    locations = [examples.locate(number) for number in (0, 2, 3, 4)]
+    assert locations == [f"{tmp_path}/{name}" for name in ("a.jsonl:1", "a.jsonl:3", "c.jsonl:1", "c.jsonl:2")]
 
 
 def test_bad_records_are_refused_with_file_and_line(write, tokenizer, tmp_path):

@@ -63,9 +63,7 @@ def test_a_token_of_another_vocabulary_is_located(vocabulary, tmp_path):
     (tmp_path / "other.bin").write_bytes(np.full(indexed.tokens, 500, np.uint16).tobytes())
     file = opened(indexed, vocabulary, tmp_path)
     rows = len(file.table(0, 3, 1, SEED))
-    with pytest.raises(
-        DataError, match=r"other.bin: token 0 from sequence \d+ on has id 500, but the vocabulary has 67"
-    ):
+    with pytest.raises(DataError, match=r"other.bin: token 0 from sequence \d+ on has id 500, but the vocabulary"):
         SentenceDataset(file, 0, 3, [Segment(1, SEED, rows)]).read(0)
 
 

@@ -18,7 +18,7 @@ from megatron.data.formats.sidecar import Sidecar, read_sidecar
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.parallel.messages import all_gather_json
 from megatron.tokenizers.record import TokenizerRecord
-from tests.data.sidecars import write_sidecar
+from tests.data.corpora import write_sidecar
 from tests.helpers.ranks import run_ranks
 from trident.corpus.preprocess import merge as merge_module
 from trident.corpus.preprocess.merge import merge
