@@ -43,7 +43,7 @@ class Alone:
 
 
 def write_text(path: Path) -> None:
-    """Writes lines whose words can be told from their neighbours."""
+    """Writes lines whose words follow from their neighbours."""
     lines = [
         f"the {first} {thing} stands near the {second} {thing} and every {thing} is {first} or {second}"
         for thing in _THINGS
