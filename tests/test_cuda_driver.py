@@ -38,12 +38,6 @@ def test_the_variables_decide_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("version", "devices", "platform", "reason"),
     [
-        (
-            "cuda: Optional[str] = None\nhip: Optional[str] = None\n",
-            ["/dev/nvidia0"],
-            "linux",
-            "without CUDA",
-        ),
         ("cuda = None\nhip = None\n", ["/dev/nvidia0"], "linux", "without CUDA"),
         ("cuda: str | None = '13.0'\nhip: str | None = None\n", [], "linux", "no NVIDIA driver"),
         ("cuda: str | None = '13.0'\nhip: str | None = None\n", ["/dev/dxg"], "linux", None),

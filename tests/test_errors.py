@@ -44,10 +44,6 @@ def test_a_described_failure_is_rebuilt_after_json() -> None:
     assert type(unknown) is StorageError and str(unknown) == "KeyError: 'a'"
 
 
-def test_nothing_is_raised_when_no_rank_failed() -> None:
-    raise_on_all_ranks([None, None], 0, None, KINDS, StorageError)
-
-
 @pytest.mark.parametrize("rank", range(4))
 def test_every_rank_raises_the_failure_of_highest_precedence(rank: int) -> None:
     failures = [None, StorageError("disk full"), DataError("line 3"), DataError("line 9")]
@@ -63,11 +59,6 @@ def test_an_unknown_type_has_the_precedence_of_the_fallback() -> None:
         raise_on_all_ranks(reports, 0, None, KINDS, DataError)
     with pytest.raises(StorageError, match="^rank 0: full$"):
         raise_on_all_ranks(reports, 1, None, KINDS, MegatronError)
-
-
-def test_a_single_rank_is_not_named() -> None:
-    with pytest.raises(StorageError, match="^full$"):
-        raise_on_all_ranks([["StorageError", "full"]], 0, None, KINDS, StorageError)
 
 
 def test_an_interrupt_is_raised_as_it_is() -> None:
@@ -91,11 +82,6 @@ def test_an_interrupt_is_raised_as_it_is() -> None:
 )
 def test_values_of_files_are_shown_short_and_escaped(value: object, shown: str) -> None:
     assert printable(value) == shown
-
-
-def test_a_word_may_be_shown_without_quotes() -> None:
-    assert printable("a b\x1b", quoted=False) == r"a b\x1b"
-    assert printable("x" * 30, 20, quoted=False) == "x" * 17 + "..."
 
 
 def test_a_problem_that_repeats_a_huge_value_keeps_its_beginning_and_its_end() -> None:

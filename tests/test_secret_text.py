@@ -34,23 +34,9 @@ class Paths:
 def test_everything_made_of_a_secret_text_is_masked() -> None:
     text = guarded(ADDRESS)
     paths = Paths(data_path=(text,))
-    made: list[Any] = [text, repr(text), f"{text}", f"{text:>80}", "".join([text]), text + "", text[:]]
-    made += [json.dumps([text]), json.dumps({text: 1}), str(paths), dataclasses.asdict(paths), text.partition("?")]
-    made += [
-        copy.copy(text),
-        copy.deepcopy([text]),
-        text.encode(),
-        text.replace("corpus", "x"),
-        dataclasses.astuple(paths),
-    ]
-    made += [
-        json.loads(json.dumps(dataclasses.asdict(paths))),
-        text.format(),
-        text.split("/"),
-        text.lower(),
-        [text],
-        vars(paths),
-    ]
+    made: list[Any] = [text, f"{text:>80}", "".join([text]), text + "", text[:], text.partition("?"), text.split("/")]
+    made += [json.dumps({text: [text]}), str(paths), dataclasses.asdict(paths), dataclasses.astuple(paths), vars(paths)]
+    made += [copy.copy(text), copy.deepcopy([text]), text.encode(), text.replace("corpus", "x"), text.lower()]
     assert not [one for one in made if "s3same" in f"{one} {one!r}"]
     assert text == SHOWN and hash(text) == hash(SHOWN) and text == guarded(ADDRESS.replace("s3same", "other"))
     assert reveal(text) == ADDRESS and guarded(text) is text

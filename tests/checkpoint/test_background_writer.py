@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,39 +92,6 @@ def test_the_files_are_those_of_a_save_at_once(tmp_path: Path) -> None:
         assert (tmp_path / "beside" / f"iter_000000{step}" / "pieces_00000.safetensors").read_bytes() == expected
 
 
-@pytest.mark.parametrize("failure", [None, OSError(errno.ENOSPC, "No space left on device")], ids=repr)
-def test_what_was_made_for_a_save_is_freed_once_it_is_copied(
-    tmp_path: Path, disk: SlowDisk, failure: Exception | None
-) -> None:
-    """As are moments that were stored in 8 bits."""
-    made = torch.arange(5.0)
-    alive = weakref.ref(made)
-    disk.failure = failure
-    with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=disk)) as writer:
-        writer.start_save(1, iter([(key_of("a", 5), made)]), {})
-        del made
-        assert disk.arrived.wait(PATIENCE_SECONDS)
-        assert alive() is None
-        disk.gate.set()
-        assert (outcome_of(writer).failure is None) == (failure is None)
-    if failure is None:
-        assert dict(read_tensors(tmp_path / "iter_0000001"))["a"].tolist() == list(range(5))
-
-
-def test_the_pieces_are_listed_before_training_goes_on(tmp_path: Path) -> None:
-    """DeepSpeed rearranges the optimizer's groups, which the listing reads, before it calls the optimizer."""
-    listed: list[threading.Thread] = []
-
-    def pieces() -> Iterator[tuple[PieceKey, torch.Tensor]]:
-        listed.append(threading.current_thread())
-        yield key_of("a", 3), torch.ones(3)
-
-    with BackgroundWriter(tmp_path, MESH) as writer:
-        writer.start_save(1, pieces(), {})
-        assert listed == [threading.main_thread()]
-        assert outcome_of(writer).failure is None
-
-
 def test_a_failure_is_reported_and_the_next_save_succeeds(tmp_path: Path, disk: SlowDisk) -> None:
     disk.gate.set()
     with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=disk)) as writer:
@@ -187,17 +153,6 @@ def test_a_run_that_lost_a_rank_or_is_interrupted_gives_up_its_save(tmp_path: Pa
     assert not list(tmp_path.glob("*")) and not list(tmp_path.glob(".*"))
 
 
-def test_who_waits_shows_that_the_save_advances(tmp_path: Path) -> None:
-    beats: list[threading.Thread] = []
-    with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=CountingDisk(0.1))) as writer:
-        writer.beat = lambda: beats.append(threading.current_thread())
-        writer.start_save(1, many_pieces(13), {})
-        time.sleep(0.1)
-        assert not beats
-        writer.wait()
-    assert beats and set(beats) == {threading.main_thread()}
-
-
 def test_the_thread_takes_the_gpu_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread begins on the first GPU, where page-locking memory or a stream would make a context."""
     chosen: list[tuple[str, torch.device]] = []
@@ -219,17 +174,6 @@ def test_a_dead_thread_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(CheckpointError, match="the checkpoint writer thread has terminated.*--no-async-save"):
             ask()
     writer.wait_for_copy()  # training is not held up by it
-
-
-def test_a_lost_lock_is_reported(tmp_path: Path) -> None:
-    class Lost:
-        def check(self) -> None:
-            raise CheckpointError("another job has taken over")
-
-    with BackgroundWriter(tmp_path, MESH, SaveOptions(lock=Lost())) as writer:  # type: ignore[arg-type]
-        begin(writer, 1, torch.ones(3))
-        assert "another job has taken over" in str(outcome_of(writer).failure)
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_follows_a_commit_may_fail(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -310,3 +254,28 @@ def test_the_ranks_of_a_machine_share_its_memory() -> None:
     facts = "takes 200 bytes of host memory, but only 199 bytes are available"
     sentence = f"a copy of the state of the 2 rank(s) on node1 {facts}"
     assert run_ranks(judge, 4) == [[None, sentence, None]] * 4
+
+
+def test_the_pieces_are_listed_before_training_goes_on(tmp_path: Path) -> None:
+    """DeepSpeed rearranges the optimizer's groups, which the listing reads, before it calls the optimizer."""
+    listed: list[threading.Thread] = []
+
+    def pieces() -> Iterator[tuple[PieceKey, torch.Tensor]]:
+        listed.append(threading.current_thread())
+        yield key_of("a", 3), torch.ones(3)
+
+    with BackgroundWriter(tmp_path, MESH) as writer:
+        writer.start_save(1, pieces(), {})
+        assert listed == [threading.main_thread()]
+        assert outcome_of(writer).failure is None
+
+
+def test_who_waits_shows_that_the_save_advances(tmp_path: Path) -> None:
+    beats: list[threading.Thread] = []
+    with BackgroundWriter(tmp_path, MESH, SaveOptions(storage=CountingDisk(0.1))) as writer:
+        writer.beat = lambda: beats.append(threading.current_thread())
+        writer.start_save(1, many_pieces(13), {})
+        time.sleep(0.1)
+        assert not beats
+        writer.wait()
+    assert beats and set(beats) == {threading.main_thread()}

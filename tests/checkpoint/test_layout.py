@@ -50,13 +50,6 @@ def test_any_sharding_read_by_any_other_gives_the_tensor(shape: list[int], seed:
         assert torch.equal(result, cut_out(tensor, key))
 
 
-def test_weight_and_master_weight_are_interchangeable() -> None:
-    master, weight = whole("a", "master", (4,)), whole("a", "weight", (4,))
-    assert plan_piece(weight, stored([master]))[0][0].key.kind == "master"
-    assert plan_piece(master, stored([weight]))[0][0].key.kind == "weight"
-    assert plan_piece(weight, stored([master, weight]))[0][0].key.kind == "weight"
-
-
 def test_errors_name_tensor_and_range() -> None:
     key = whole("mlp.weight", "weight", (4, 4))
     top = PieceKey("mlp.weight", "weight", (4, 4), (0, 0), (2, 4), 0, 8)
@@ -200,31 +193,6 @@ def test_pieces_of_a_regrouped_shape_are_read_by_any_other_sharding(shape: list[
         assert torch.equal(result, cut_out(tensor.reshape(theirs), key))
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 2**32))
-def test_both_element_numberings_agree_for_equal_shapes(shape: list[int], seed: int) -> None:
-    random_cuts = random.Random(seed)
-    widened = (1, *shape)  # another shape of the same numbering, which takes the other way
-    for stored, wanted in zip(
-        cut_keys("a", "weight", tuple(shape), random_cuts),
-        cut_keys("a", "weight", tuple(shape), random_cuts),
-        strict=False,
-    ):
-        wide = PieceKey("a", "weight", widened, (0, *stored.start), (1, *stored.stop), stored.first, stored.last)
-        direct, counted = shared_copies(stored, wanted), shared_copies(wide, wanted)
-        for copies in (direct, counted):
-            assert np.all(copies.length > 0)
-        elements = [
-            {
-                (int(source) + step, int(destination) + step)
-                for source, destination, length in zip(copies.source, copies.destination, copies.length, strict=True)
-                for step in range(int(length))
-            }
-            for copies in (direct, counted)
-        ]
-        assert elements[0] == elements[1]
-
-
 @pytest.mark.parametrize(
     ("shape", "other", "answer"),
     [
@@ -259,9 +227,3 @@ def test_work_is_proportional_to_shared_rows_not_to_elements() -> None:
     few = PieceKey("a", "weight", shape, (0, 0), shape, 5 * 65536, 7 * 65536)
     assert shared_copies(few, column).length.size == 2
     assert shared_copies(few, heads).length.size == 1
-
-
-def test_disjoint_pieces_share_no_elements() -> None:
-    left = PieceKey("a", "weight", (4, 4), (0, 0), (4, 2), 0, 8)
-    right = PieceKey("a", "weight", (4, 4), (0, 2), (4, 4), 0, 8)
-    assert shared_copies(left, right).numel == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import read_record, verify
-from megatron.checkpoint.manifest import file_name, folder_name, folder_step, read_manifest
+from megatron.checkpoint.manifest import folder_step, read_manifest
 from megatron.errors import DamagedError
 from tests.checkpoint.made.saved_state import RECORD, CountingStorage, save_state
 
@@ -71,8 +71,3 @@ def test_a_known_manifest_is_read_but_not_parsed_again(tmp_path: Path) -> None:
 )
 def test_the_step_is_in_the_folders_name(name: str, step: int | None) -> None:
     assert folder_step(name) == step
-
-
-def test_names_of_folders_and_files() -> None:
-    assert folder_name(12) == "iter_0000012"
-    assert file_name(3) == "pieces_00003.safetensors"

@@ -107,15 +107,6 @@ def test_memory_stays_near_one_piece_and_one_chunk(tmp_path: Path) -> None:
         assert piece_bytes / 2 < peak_bytes(load_little, work) <= piece_bytes + 2 * chunk_bytes + slack
 
 
-def test_column_slices_are_read_with_one_chunk_in_memory(tmp_path: Path) -> None:
-    values, pieces = big_state()
-    path = save(tmp_path, 1, pieces, {}, MESH, SaveOptions(chunk_bytes=64 * 2**10))
-    column = PieceKey("big", "weight", (2048, 1024), (0, 256), (2048, 512), 0, 2048 * 256)
-    sink = Sink([(column, values.reshape(2048, 1024)[:, 256:512].reshape(-1))])
-    load(path, sink.wanted(), MESH)
-    sink.check()
-
-
 def test_bytes_that_change_between_the_passes_of_a_load_are_detected(tmp_path: Path) -> None:
     path = save_state(tmp_path)
 

@@ -60,21 +60,14 @@ def test_optional_entries_round_trip() -> None:
             {"run_id": "x"},
             r"finetuned_from = \{.run_id.: .x.\}, expected an object with run_id, step",
         ),
-        ("finetuned_from", [], r"finetuned_from = \[\], expected a JSON object"),
         ("validation_loss", "low", "validation_loss = 'low', expected a number or null"),
-        ("recent", {"losses": 3}, "recent.losses = 3, expected a list of numbers"),
         ("recent", {"losses": [True]}, "recent.losses = .True., expected a list of numbers"),
-        ("passed_batches", {}, "passed_batches = {}, expected a list"),
         ("passed_batches", [{"step": 1}], "passed_batches = .*, expected an object with step, first_sample"),
     ],
 )
 def test_a_wrong_optional_entry_is_named(name: str, entry: Any, text: str) -> None:
     with pytest.raises(CheckpointError, match=f"record of {PATH} has {text}"):
         Record.from_json({**make_record().to_json(), name: entry}, PATH)
-
-
-def test_entries_of_a_later_program_are_ignored() -> None:
-    assert Record.from_json({**make_record().to_json(), "later": 1}, PATH) == make_record()
 
 
 @pytest.mark.parametrize("section", ["control", "somewhere_else"])
@@ -96,13 +89,9 @@ def test_a_missing_entry_is_named(name: str) -> None:
     [
         ("progress", 3, "progress = 3, expected a JSON object"),
         ("optimizer_updates", -1, "optimizer_updates = -1, expected an integer >= 0"),
-        ("optimizer_updates", True, "optimizer_updates = True, expected"),
-        ("optimizer_updates", 1.5, "optimizer_updates = 1.5, expected"),
         ("loss_scale", {"cur_scale": "big"}, "loss_scale.cur_scale = 'big', expected a number"),
         ("config", [], r"config = \[\], expected a JSON object"),
-        ("config", {"model": -1}, "config.model = -1, expected a JSON object"),
         ("config", {"a\x1b[2J": 1}, r"config.a\\x1b\[2J = 1, expected a JSON object"),
-        ("tokenizer", "", "tokenizer = '', expected a JSON object"),
         (
             "tokenizer",
             {"fingerprint": "f", "vocab_size": 2, "name": "a", "eod_id": "x"},
@@ -111,11 +100,9 @@ def test_a_missing_entry_is_named(name: str) -> None:
         ("optimizer_updates", 2**53 + 1, "optimizer_updates = 9007199254740993, expected"),
         ("loss_scale", {"cur_scale": True}, "loss_scale.cur_scale = True, expected a number"),
         ("config", "x" * 500, "config = 'x{76}\\.\\.\\., expected"),
-        ("data", None, "data = None, expected a JSON object"),
         ("tokenizer", {"fingerprint": 1, "vocab_size": 2, "name": "a"}, "tokenizer.fingerprint = 1, expected a"),
         ("tokenizer", {"fingerprint": "f", "vocab_size": "2", "name": "a"}, "tokenizer.vocab_size = '2', expected"),
         ("tokenizer", {"fingerprint": "f", "vocab_size": 2}, "tokenizer.name = None, expected a text"),
-        ("program", {}, "program.version = None, expected a text"),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_value(name: str, entry: Any, text: str) -> None:
@@ -150,30 +137,10 @@ def test_names_of_a_hostile_record_are_escaped_and_few() -> None:
         Progress.from_json(value)
 
 
+def test_entries_of_a_later_program_are_ignored() -> None:
+    assert Record.from_json({**make_record().to_json(), "later": 1}, PATH) == make_record()
+
+
 def test_progress_counts_steps_samples_tokens_and_skips() -> None:
     progress = Progress().after(8, 128).after(8, 128).counted(is_skipped=True, is_bad=False)
     assert progress == Progress(step=2, consumed_samples=16, consumed_tokens=256, skipped_steps=1)
-
-
-def test_progress_round_trips_through_json() -> None:
-    for progress in (Progress(3, 24, 384, 1), Progress(3, 24, 384, 1, bad_steps=2)):
-        assert Progress.from_json(progress.to_json()) == progress
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        ({"step": None}, "step"),
-        ({"consumed_samples": -1}, "consumed_samples"),
-        ({"step": True}, "step"),
-        ({"epoch": 1}, "epoch"),
-    ],
-)
-def test_progress_refuses_a_wrong_entry(change: dict[str, object], name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"{name} missing, unknown or not an integer"):
-        Progress.from_json({**Progress().to_json(), **change})
-
-
-def test_progress_refuses_a_missing_entry() -> None:
-    with pytest.raises(CheckpointError, match="skipped_steps missing"):
-        Progress.from_json({"step": 1, "consumed_samples": 8, "consumed_tokens": 128})

@@ -75,29 +75,3 @@ def test_a_snapshot_copy_is_independent_of_the_runs_tensors(tmp_path: Path) -> N
         path = threads.submit(write_snapshot, tmp_path, 1, taken, {}, MESH).result()
     stored = dict(read_tensors(path))
     assert all(torch.equal(stored[name], values) for name, values in expected.items())
-
-
-def test_without_a_copy_values_are_read_when_they_are_written(tmp_path: Path) -> None:
-    weight = torch.zeros(4)
-    taken = take_snapshot([(key_of("weight", 4), weight)])
-    weight.fill_(2)
-    assert dict(read_tensors(write_snapshot(tmp_path, 1, taken, {}, MESH)))["weight"].tolist() == [2.0] * 4
-
-
-def test_a_snapshot_reports_its_pieces_and_their_size() -> None:
-    pieces = [
-        (key_of("half", 3), torch.zeros(3, dtype=torch.float16)),
-        (key_of("nothing", 0), torch.zeros(0)),
-        (key_of("weight", 4), torch.ones(4)),
-    ]
-    taken = take_snapshot(iter(pieces))
-    assert taken.listed == ((pieces[0][0], "F16"), (pieces[2][0], "F32"))
-    assert taken.size_bytes == 3 * 2 + 4 * 4
-    assert [(key.name, dtype) for key, dtype, _ in taken.tensors()] == [("weight", "F32"), ("half", "F16")]
-    assert [key.name for key, _, _ in taken.tensors()] == ["weight", "half"]  # an iterator was kept
-
-
-def test_a_duplicate_piece_is_rejected() -> None:
-    piece = (key_of("weight", 2), torch.zeros(2))
-    with pytest.raises(CheckpointError, match=r"piece weight\|weight\|2\|0:2\|0:2 is duplicated on one rank"):
-        take_snapshot([piece, piece])

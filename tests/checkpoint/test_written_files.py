@@ -34,25 +34,6 @@ def test_the_safetensors_library_reads_the_pieces(tmp_path: Path) -> None:
     assert dict(read_tensors(path))["narrow"].dtype == torch.bfloat16
 
 
-def test_a_save_streams_and_copies_no_tensor_whole(tmp_path: Path) -> None:
-    class Stream:
-        """Returns new tensors on every pass."""
-
-        passes = 0
-
-        def __iter__(self):
-            Stream.passes += 1
-            for number in range(64):
-                yield (
-                    PieceKey(f"t{number}", "weight", (2**16,), (0,), (2**16,), 0, 2**16),
-                    torch.full((2**16,), float(number)),
-                )
-
-    path = save(tmp_path, 1, Stream(), {}, MESH)
-    assert Stream.passes > 1
-    assert dict(read_tensors(path, ["t63"]))["t63"].unique().tolist() == [63.0]
-
-
 @pytest.mark.gpu
 def test_tensors_on_a_gpu_are_saved_in_chunks(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
@@ -119,8 +100,3 @@ def test_a_value_that_no_run_can_continue_from_is_refused_by_its_tensor(
     with pytest.raises(NumericsError, match=rf"layer\.weight \(exp_avg\) has the value {shown} at element 77 of"):
         write_pieces(tmp_path / "pieces", taken, 64, Storage())
     write_pieces(tmp_path / "other", taken, 64, Storage(), check_finite=False)
-
-
-def test_whole_numbers_are_always_finite(tmp_path: Path) -> None:
-    key = PieceKey("count", "weight", (3,), (0,), (3,), 0, 3)
-    write_pieces(tmp_path / "pieces", take_snapshot([(key, torch.full((3,), -1))]), 64, Storage())

@@ -1,7 +1,5 @@
 """Fixtures of the tests of data: the golden corpus, and a low limit of open files."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small token files for the tests of the data package."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Document stores for tests, written by hand in both databases: with holes, duplicates and without `meta_info`."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 
 Row = tuple[int, Any]
-Collections = Mapping[str, Sequence[Row]]
 
 WEB = [f"web {number} ğüşİ 🙂\n" for number in range(40)]
 NEWS = ["", "news 1", "한국어"]
@@ -44,7 +41,7 @@ class Database:
 
     def write(
         self,
-        collections: Collections,
+        collections: Mapping[str, Sequence[Row]],
         counted: Mapping[str, int] | None = None,
         column: str = "filt_text",
         index: str | None = "unique",
@@ -52,53 +49,34 @@ class Database:
         """Writes collections of (idx, text).
 
         Args:
-            counted: what `meta_info` says; None leaves it out.
+            counted: the counts of `meta_info`; None omits it.
             index: on idx: unique, plain or None.
         """
-        if self.kind == "sqlite":
-            self._write_sqlite(collections, counted, column, index)
-        else:
-            self._write_mongo(collections, counted, column, index)
+        rows = {name: [(idx, (text,)) for idx, text in texts] for name, texts in collections.items()}
+        self.write_pairs(rows, counted, (column,), index)
 
     def write_pairs(
         self,
-        collections: Mapping[str, Sequence[tuple[int, tuple[Any, Any]]]],
+        collections: Mapping[str, Sequence[tuple[int, tuple[Any, ...]]]],
         counted: Mapping[str, int] | None = None,
-        columns: tuple[str, str] = ("q", "a"),
-        index: str = "unique",
+        columns: tuple[str, ...] = ("q", "a"),
+        index: str | None = "unique",
     ) -> None:
         """Writes collections of (idx, (prompt, answer)), as dsGPT2's chat collections are."""
-        prompt, answer = columns
         if self.kind != "sqlite":
-            for name, rows in collections.items():
-                self.mongo()[name].create_index("idx", unique=index == "unique")
-                self.mongo()[name].insert_many([{"idx": idx, prompt: pair[0], answer: pair[1]} for idx, pair in rows])
-            for name, count in (counted or {}).items():
-                self.mongo()["meta_info"].insert_one({"collection_name": name, "num_docs": count})
+            self._write_mongo(collections, counted or {}, columns, index)
             return
         connection = sqlite3.connect(self.path)
         for name, rows in collections.items():
-            connection.execute(f'CREATE TABLE "{name}" (_id INTEGER PRIMARY KEY, idx INTEGER, {prompt}, {answer})')
-            unique = "UNIQUE" if index == "unique" else ""
-            connection.execute(f'CREATE {unique} INDEX "{name}_idx" ON "{name}" (idx)')
-            found = [(idx, *pair) for idx, pair in rows]
-            connection.executemany(f'INSERT INTO "{name}" (idx, {prompt}, {answer}) VALUES (?, ?, ?)', found)
-        if counted is not None:
-            connection.execute("CREATE TABLE meta_info (collection_name TEXT PRIMARY KEY, num_docs INTEGER)")
-            connection.executemany("INSERT INTO meta_info VALUES (?, ?)", counted.items())
-        connection.commit()
-        connection.close()
-
-    def _write_sqlite(
-        self, collections: Collections, counted: Mapping[str, int] | None, column: str, index: str | None
-    ) -> None:
-        connection = sqlite3.connect(self.path)
-        for name, rows in collections.items():
-            connection.execute(f'CREATE TABLE "{name}" (_id INTEGER PRIMARY KEY, idx INTEGER, form TEXT, {column})')
+            kind = "form TEXT, " if len(columns) == 1 else ""
+            names = ", ".join(columns)
+            connection.execute(f'CREATE TABLE "{name}" (_id INTEGER PRIMARY KEY, idx INTEGER, {kind}{names})')
             if index is not None:
                 unique = "UNIQUE" if index == "unique" else ""
                 connection.execute(f'CREATE {unique} INDEX "{name}_idx" ON "{name}" (idx)')
-            connection.executemany(f'INSERT INTO "{name}" (idx, {column}) VALUES (?, ?)', rows)
+            values = [(idx, *row) for idx, row in rows]
+            marks = ", ?" * len(columns)
+            connection.executemany(f'INSERT INTO "{name}" (idx, {names}) VALUES (?{marks})', values)
         if counted is not None:
             connection.execute("CREATE TABLE meta_info (collection_name TEXT PRIMARY KEY, num_docs INTEGER)")
             connection.executemany("INSERT INTO meta_info VALUES (?, ?)", counted.items())
@@ -106,17 +84,17 @@ class Database:
         connection.close()
 
     def _write_mongo(
-        self, collections: Collections, counted: Mapping[str, int] | None, column: str, index: str | None
+        self, collections: Mapping[str, Any], counted: Mapping[str, int], columns: Sequence[str], index: str | None
     ) -> None:
         database = self.mongo()
         for name, rows in collections.items():
             if index is not None:
                 database[name].create_index("idx", unique=index == "unique")
             if rows:
-                database[name].insert_many([{"idx": idx, column: text} for idx, text in rows])
+                database[name].insert_many([{"idx": idx, **dict(zip(columns, row, strict=True))} for idx, row in rows])
             elif index is None:
                 database.create_collection(name)
-        for name, count in (counted or {}).items():
+        for name, count in counted.items():
             database["meta_info"].insert_one({"collection_name": name, "num_docs": count})
 
     def mongo(self) -> Any:

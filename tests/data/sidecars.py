@@ -1,7 +1,5 @@
 """Writes the sidecar of a pair that a test made by hand."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

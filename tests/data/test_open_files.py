@@ -1,7 +1,5 @@
 """The limit of open files is raised as far as allowed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -9,8 +7,7 @@ import resource
 import numpy as np
 import pytest
 
-from megatron.config import DataConfig
-from megatron.data.build import allow_open_files, uses_of
+from megatron.data.build import allow_open_files
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.order.index_cache import IndexCache
 from megatron.errors import TooManyFilesError
@@ -26,16 +23,6 @@ def test_the_limit_of_open_files_is_raised_to_the_hard_limit(few_open_files, cap
     allow_open_files(few_open_files // 2, 1)
     assert f"the data may need {few_open_files // 2 * 2 + 3 + 256} open files" in (said := capsys.readouterr().err)
     assert f"and this system allows {few_open_files}" in said
-
-
-def test_every_group_of_a_source_counts():
-    """A hundred sources in six groups: 100 x 2 files, and three arrays for each of 600 uses."""
-    entries = ", ".join(f"1 0:1 part{number}" for number in range(100))
-    groups = {
-        "train_weighted_split_paths": (f"train: {entries}",),
-        "valid_weighted_split_paths": tuple(f"{name}: {entries}" for name in "abcde"),
-    }
-    assert uses_of(DataConfig(seq_length=8, data_path=(), **groups)) == 600
 
 
 @pytest.mark.parametrize("what", ["the pair", "the index arrays"])

@@ -1,15 +1,9 @@
 """The thread that reads ahead: order, failures of any kind, and a thread that cannot be started."""
 
-from __future__ import annotations
-
 import _thread
 import ctypes
-import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +12,6 @@ from megatron.data.read_ahead import ReadAhead
 from megatron.errors import DataError, StorageError
 
 PATIENCE_SECONDS = 120
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -134,10 +127,7 @@ def silent(*words: object) -> int:
     return 7
 
 
-@pytest.mark.parametrize(
-    ("start", "reason"),
-    [(refused, "can't start new thread"), (silent, "did not start running")],
-)
+@pytest.mark.parametrize(("start", "reason"), [(refused, "can't start new thread"), (silent, "did not start running")])
 def test_without_a_thread_there_is_one_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], start: object, reason: str
 ) -> None:
@@ -169,38 +159,3 @@ def test_closing_waits_for_a_read_in_progress_but_not_forever(
     quick.close()
     quick.close()
     assert capsys.readouterr().err == ""
-
-
-LIMITED = """
-import resource, sys
-from megatron.data import read_ahead
-
-def mapped():
-    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-
-read_ahead._START_SECONDS = float(sys.argv[2])
-thread = read_ahead.ReadAhead()
-resource.setrlimit(resource.RLIMIT_AS, (mapped() + int(sys.argv[1]),) * 2)
-reading = thread.submit(bytes(1) * 10 for _ in range(3))
-print("on demand" if reading is None else len(reading.result()))
-thread.close()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="measures the address space through /proc")
-def test_a_limited_address_space_is_no_hang() -> None:
-    """Too little for the thread's stack; enough for that, but not for the thread's first line; enough for everything.
-
-    In between, `threading.Thread.start` never returns.
-    """
-    stack = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    stack = (8 << 20) if stack == resource.RLIM_INFINITY else stack
-    answers = []
-    for extra in (stack // 2, stack + (4 << 10), stack + (12 << 10), stack + (20 << 10), stack + (256 << 20)):
-        start_seconds = PATIENCE_SECONDS if extra > 2 * stack else 0.5
-        command = [sys.executable, "-c", LIMITED, str(extra), str(start_seconds)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS, cwd=ROOT)
-        answers.append((done.stdout.strip(), done.returncode, "thread could not be started" in done.stderr))
-    assert answers[0] == ("on demand", 0, True), answers
-    assert answers[-1] == ("3", 0, False), answers
-    assert set(answers) == {answers[0], answers[-1]}, answers

@@ -1,7 +1,5 @@
 """Data that are smaller than a sample or repeated very often are worth a sentence; other data are not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

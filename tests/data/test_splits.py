@@ -1,7 +1,5 @@
 """Ranges of `--split`: upstream's way of rounding."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies
 
@@ -23,10 +21,7 @@ def test_golden(split, size, bounds):
     assert split_boundaries(read_split(split), size) == bounds
 
 
-@given(
-    strategies.tuples(*[strategies.integers(0, 1000)] * 3).filter(any),
-    strategies.integers(0, 5000),
-)
+@given(strategies.tuples(*[strategies.integers(0, 1000)] * 3).filter(any), strategies.integers(0, 5000))
 def test_ranges_cover_the_file_once(parts, size):
     bounds = split_boundaries(tuple(part / sum(parts) for part in parts), size)
     assert bounds[0] == 0 and bounds[3] == size and list(bounds) == sorted(bounds)

@@ -1,7 +1,5 @@
 """Small token files of inputs and targets for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Small Parquet files of windows for the tests of several packages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -3,13 +3,9 @@
 `tests/docs/test_guides.py` runs the pages of docs/, with --all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -18,7 +14,7 @@ import pytest
 import pretrain_bert
 from megatron.config import ConfigSection, RunRequest, parse, parse_flags
 from megatron.config.program_flags import parse_over, read_program
-from tests.helpers.commands.recording_shell import PROGRAMS, recorded
+from tests.helpers.commands.recording_shell import recorded
 from tools.runs.plan import PlanFlags
 from train_on_text import OwnTextFlags
 from trident.plan.requests import read_plan_request
@@ -44,10 +40,6 @@ SHELL_FILES = (
     "examples/turkish/run.sh",
     *("tests/run.sh", "tests/check.sh", "tests/other_pythons.sh", "tests/other_torches.sh", ".ci/run"),
 )
-FOR_BASH = "docs/seeds/turkish_gpt2.md"  # another project's script, as published
-_QUOTED = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'[^']*'", re.S)
-_SEVERAL_WORDS = re.compile(r"^\s*(?:export )?(\w+)=(?:\"[^\"]*\s[^\"]*\"|'[^']*\s[^']*')", re.M)
-_HERE_DOCUMENT = re.compile(r"<<'?(\w+)'?(.*?)\n.*?\n\1\n", re.S)
 
 
 def blocks(document: str) -> str:
@@ -190,50 +182,3 @@ def test_slurm_requeues_a_resumable_job(code: int, requeued: bool, tmp_path: Pat
     commands = recorded(text, tmp_path, SLURM_JOB_ID="4711", SLURM_SUBMIT_DIR=str(tmp_path), STAND_IN_CODE=str(code))
     assert (["scontrol", "requeue", "4711"] in commands) is requeued
     assert (tmp_path / "code").read_text().strip() == str(code)
-
-
-def split_variables(commands: str) -> list[str]:
-    """Variables of several words that are used without quotes: bash splits them, zsh does not."""
-    bare = _QUOTED.sub("''", commands)
-    return [name for name in _SEVERAL_WORDS.findall(commands) if re.search(rf"\$(?:{name}\b|\{{{name}\}})", bare)]
-
-
-def commented_lines(commands: str) -> list[str]:
-    """Lines with a comment, which an interactive zsh passes to the command."""
-    bare = _QUOTED.sub("''", _HERE_DOCUMENT.sub(r"<<\2\n", commands))
-    return [line for line in bare.splitlines() if re.search(r"(?:^|\s)#", line)]
-
-
-def test_no_page_relies_on_a_shell_that_splits_or_on_comments() -> None:
-    assert split_variables('A="--x 1"\nprogram $A') == ["A"] and split_variables('A="x 1"\nprogram "$A"') == []
-    assert commented_lines("rm x  # gone\necho 'a # b'\ncat <<'END'\n# text\nEND\n") == ["rm x  # gone"]
-    for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))):
-        document = path.relative_to(ROOT).as_posix()
-        assert bool(split_variables(blocks(document))) == (document == FOR_BASH), document
-        assert commented_lines(blocks(document)) == [], document
-
-
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_bash_and_an_interactive_zsh_start_the_same_commands(tmp_path: Path) -> None:
-    for page in PAGES:
-        by_bash, by_zsh = (
-            started(shell, blocks(page), tmp_path / shell[0] / page)
-            for shell in (["bash", "-s"], ["zsh", "-f", "-i", "-s"])
-        )
-        assert by_bash == by_zsh, page
-
-
-def started(shell: list[str], commands: str, folder: Path) -> list[str]:
-    """The words of each command, sorted, as recorded by functions in place of the programs."""
-    (folder / "data").mkdir(parents=True)
-    record = folder / "record"
-    stand_ins = [
-        # One write for each command: one in the background may write at the same time.
-        f"{name}() {{ local words; words=$(printf '%s\\t' {name} \"$@\"); printf '%s\\n' \"$words\" >>'{record}'; }}"
-        for name in (*PROGRAMS, "bash")
-    ]
-    program = "\n".join([*stand_ins, commands, ""])
-    environment = {**os.environ, "HISTFILE": ""}
-    subprocess.run(shell, input=program, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
-    return sorted(record.read_text(encoding="utf-8").splitlines())

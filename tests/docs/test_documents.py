@@ -1,8 +1,5 @@
 """Documents name existing files and flags, begin with a summary, and have tables that follow from the code."""
 
-from __future__ import annotations
-
-import ast
 import re
 from functools import cache
 from pathlib import Path
@@ -24,13 +21,6 @@ FLAGS_OF_OTHERS = {  # vLLM, DeepSpeed's launcher, docker, torchrun, forks of Me
     *("--tensor-parallel-size", "--bind_cores_to_rank", "--num_gpus", "--shm-size", "--rdzv-endpoint"),
     *("--extra-eval-data-path", "--from-weights"),
 }
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_begins_with_its_title_and_a_summary(page: str) -> None:
-    title, _, first = (ROOT / page).read_text(encoding="utf-8").partition("\n")
-    assert re.fullmatch(r"# \S.+", title)
-    assert re.match(r"\n[^#<|-].{40,}", first) and not first.startswith("\n```"), page
 
 
 def test_files_that_are_named_exist() -> None:
@@ -69,18 +59,6 @@ def test_flags_that_are_named_exist(document: str) -> None:
         assert is_known or re.search(rf"\b{field}\b|{name}", elsewhere), name
 
 
-def test_readme_is_short_and_begins_with_the_readers_text() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 900
-    commands = [line for line in "\n".join(re.findall(r"```bash\n(.*?)```", text, flags=re.S)).splitlines()]
-    programs = [line.split()[1] for line in commands if "my_text" in line and "torchrun" not in line]
-    assert programs == ["train_on_text.py", "tools/runs/plot_run.py", "tools/serve.py", "tools/dashboard.py"]
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+\.png)\)", text)
-    assert pictures == ["docs/quickstart_loss.png", "docs/images/chat.png"]
-    assert all((ROOT / picture).stat().st_size < 150_000 for picture in pictures)
-    assert len(re.findall(r"^One H100, .*: ", text, flags=re.M)) == 1, "the figures of GPUs are on one line"
-
-
 def test_the_extras_of_readme_are_those_of_the_package() -> None:
     table = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = re.search(r"\(extras: `([\w -]+)`\)", (ROOT / "README.md").read_text())
@@ -90,11 +68,8 @@ def test_the_extras_of_readme_are_those_of_the_package() -> None:
 
 def test_the_page_of_the_tools_lists_every_program() -> None:
     page = (ROOT / "tools" / "README.md").read_text(encoding="utf-8")
-    files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "tools").rglob("*.py")}
-    programs = {name: path for name, path in files.items() if name not in LOADED_LATER}
-    rows = dict(re.findall(r"^\| `([\w/]+\.py)` \| (.+) \|$", page, flags=re.M))
-    texts = {name: ast.get_docstring(ast.parse(path.read_text())) or "" for name, path in programs.items()}
-    assert rows == {name: text.partition("\n")[0] for name, text in texts.items()}
+    programs = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rglob("*.py")} - set(LOADED_LATER)
+    assert set(re.findall(r"^\| `([\w/]+\.py)` \| .+ \|$", page, flags=re.M)) == programs
 
 
 def table_of(name: str) -> list[list[str]]:
@@ -114,11 +89,3 @@ def test_gigabytes_of_a_layout_are_those_of_the_closed_form() -> None:
         partitioning = Partitioning(int(stage), int(copies), weight_bytes=2)
         held = [predicted_bytes([[int(size / int(split))]], partitioning).total / 1e9 for size in sizes]
         assert shown == [f"{amount:.1f}" for amount in held]
-
-
-def test_the_idle_share_of_a_pipeline_is_that_of_its_formula() -> None:
-    head, *rows = table_of("idle share")
-    for stages, *shown in rows:
-        waits = int(stages) - 1
-        micro_batches = [int(cell.removeprefix("m = ")) for cell in head[1:]]
-        assert shown == [f"{100 * waits / (count + waits):.1f} %" for count in micro_batches]

@@ -1,7 +1,5 @@
 """The commands of the pages of docs/, run in order on small data; with --all only. The others parse them."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -16,15 +14,7 @@ from megatron.data.formats.indexed_writer import IndexedWriter
 from megatron.data.sources.pairs import TokenPairs
 from megatron.observe.metrics_file import read_steps
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
-from tests.helpers.commands.guides import (
-    ROOT,
-    blocks,
-    page,
-    run_commands,
-    shortened,
-    write_demo_data,
-    write_demo_text,
-)
+from tests.helpers.commands.guides import ROOT, blocks, page, run_commands, shortened, write_demo_data, write_demo_text
 from tests.helpers.programs import forking_python
 from tests.helpers.ranks import free_port
 from tests.helpers.tiny_run import write_tiny_corpus

@@ -1,22 +1,14 @@
 """Pages name every key, flag and field of what they describe."""
 
-from __future__ import annotations
-
 import dataclasses
-import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 import pretrain_bert
 from megatron.config import parse
 from megatron.config.flags.fields import flags_of
 from megatron.config.sampling_flags import BeamFlags
-from megatron.data.datasets.examples.example_files import SUFFIXES
-from megatron.data.datasets.examples.records import ANSWER_KEYS, PROMPT_KEYS
-from megatron.observe.names import RECORDED
-from megatron.tokenizers.chat.named import SOURCES
 from tests.examples.test_example_scripts import printed
 from tests.helpers.commands.guides import ROOT, page
 from trident.evaluate.tasks.tasks_file import KINDS
@@ -29,31 +21,10 @@ def test_the_page_of_evaluation_names_every_key(kind: str) -> None:
     assert [key for key in keys if key not in ("name", "data", "train") and f"`{key}" not in section] == []
 
 
-def test_an_example_of_each_kind_of_task_ships() -> None:
-    folder = ROOT / "examples" / "evaluation"
-    described = yaml.safe_load((folder / "tasks.yaml").read_text())
-    assert [task["task"] for task in described] == list(KINDS)
-    assert {task["data"] for task in described} | {"tasks.yaml"} == {path.name for path in folder.iterdir()}
-
-
-def test_the_page_of_finetuning_names_keys_templates_and_suffixes() -> None:
-    text = page("finetuning.md")
-    for name in (*SOURCES, *PROMPT_KEYS, *ANSWER_KEYS):
-        assert f"`{name}`" in text or f'"{name}"' in text, name
-    assert all(suffix.removesuffix(".gz") in text for suffix in SUFFIXES if suffix != ".ndjson")
-
-
 def test_the_page_of_generation_has_every_flag_in_a_table() -> None:
     options = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(BeamFlags)]
     rows = "\n".join(line for line in page("generation.md").splitlines() if line.startswith("|"))
     assert [option for option in options if f"`{option}" not in rows] == []
-
-
-def test_the_page_of_watching_names_recorded_fields() -> None:
-    table = page("watching_a_run.md").partition("## What is recorded")[2].partition("\n## ")[0]
-    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert len(named) == 19 and named <= set(RECORDED)
 
 
 def test_the_bert_script_starts_what_the_program_reads(tmp_path: Path) -> None:

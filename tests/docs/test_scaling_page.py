@@ -1,7 +1,5 @@
 """docs/scaling.md has commands that run, and the table that the planner computes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -16,7 +16,7 @@ def alarm() -> Iterator[None]:
         raise TimeoutError("the file was waited for")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(20)
+    signal.alarm(90)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -14,7 +14,6 @@ from megatron.errors import MegatronError
 from megatron.files.settings import read_json
 from megatron.observe.metrics_file import read_records as read_metrics
 from megatron.tokenizers.tokenizer_files import check_tokenizer_file, read_tokenizer_file
-from trident.convert.foreign import newest_folder
 from trident.convert.hugging_face.weight_files import read_json_file
 from trident.evaluate.item_files import read_lines
 from trident.evaluate.results import read_results
@@ -48,9 +47,3 @@ def test_a_pipe_is_called_one(tmp_path: Path, reader: str) -> None:
     with pytest.raises(MegatronError, match=r"data\.idx.*it is a pipe, not a regular file") as failure:
         READERS[reader](path)
     assert "does not exist" not in str(failure.value)
-
-
-def test_a_pointer_of_a_checkpoint_is_bounded(tmp_path: Path) -> None:
-    (tmp_path / "latest").symlink_to("/dev/zero")
-    with pytest.raises(MegatronError, match=r"latest.*it is a device"):
-        newest_folder(tmp_path)

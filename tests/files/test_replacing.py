@@ -28,12 +28,6 @@ def test_free_space_is_named_if_it_is_the_cause(tmp_path: Path, number: int) -> 
     assert "bytes are free). Free some space" in text
 
 
-@pytest.mark.parametrize("number", [errno.EISDIR, errno.EACCES, errno.EROFS, errno.ENOTDIR])
-def test_free_space_is_not_named_elsewhere(tmp_path: Path, number: int) -> None:
-    text = str(storage_error(tmp_path / "x", OSError(number, os.strerror(number))))
-    assert os.strerror(number) in text and "bytes are free" not in text and "Free some" not in text
-
-
 def test_a_writable_path_is_left_unchanged(tmp_path: Path) -> None:
     check_writable(tmp_path / "new" / "folder" / "file")
     (tmp_path / "file").write_text("old")
@@ -100,13 +94,6 @@ def test_content_and_name_are_on_the_disk_before_the_file_counts(
     assert done[8:] == ["folder", "rename", "folder"]
 
 
-def test_a_new_file_overwrites_nothing(tmp_path: Path) -> None:
-    write_new(tmp_path / "a", b"one")
-    with pytest.raises(FileExistsError):
-        write_new(tmp_path / "a", b"two")
-    assert (tmp_path / "a").read_bytes() == b"one"
-
-
 def test_a_file_system_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (errno.EINVAL, errno.EIO):
         failure = OSError(number, os.strerror(number))
@@ -116,3 +103,10 @@ def test_a_file_system_that_cannot_sync_a_folder(tmp_path: Path, monkeypatch: py
             continue
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             sync_path(tmp_path)
+
+
+def test_a_new_file_overwrites_nothing(tmp_path: Path) -> None:
+    write_new(tmp_path / "a", b"one")
+    with pytest.raises(FileExistsError):
+        write_new(tmp_path / "a", b"two")
+    assert (tmp_path / "a").read_bytes() == b"one"

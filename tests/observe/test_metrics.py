@@ -27,15 +27,6 @@ def values(metrics: StepMetrics, *names: str) -> list[Any]:
     return [metrics.value(name) for name in names]
 
 
-def test_measured_step() -> None:
-    measured = step(Outcome(skipped=True))
-    names = ("iteration", "train_iterations", "consumed_samples", "consumed_tokens")
-    assert values(measured, *names) == [3, 9, 24, 384]
-    assert values(measured, "samples_per_second", "tokens_per_second", "teraflops_per_device") == [16.0, 256.0, 8.0]
-    assert measured.value("gigaflops_without_embeddings") == 6 * 384 * 0.5
-    assert values(measured, "skipped_iterations", "nan_iterations", "loss_scale") == [1, 0, None]
-
-
 def test_the_rates_of_shortened_samples_are_those_of_their_tokens() -> None:
     rates = values(step(None, WORKLOAD.at_length(8)), "samples_per_second", "tokens_per_second", "teraflops_per_device")
     assert rates == [16.0, 128.0, 4.0]
@@ -44,16 +35,6 @@ def test_the_rates_of_shortened_samples_are_those_of_their_tokens() -> None:
 def test_a_clock_that_did_not_move_gives_no_rate() -> None:
     still = step(seconds=0.0)
     assert [each.value("samples_per_second") for each in (still, mean_of([still]))] == [0.0, 0.0]
-
-
-def test_mean_takes_the_loss_of_the_steps_that_were_not_skipped() -> None:
-    steps = [
-        metrics(lm_loss=2.0, iteration=1, learning_rate=0.1),
-        metrics(lm_loss=100.0, iteration=2, skipped_iterations=1),
-        metrics(lm_loss=3.0, iteration=3, learning_rate=0.3, gradient_norm=9.0),
-    ]
-    names = ("lm_loss", "iteration", "learning_rate", "gradient_norm", "skipped_iterations")
-    assert values(mean_of(steps), *names) == [2.5, 3, 0.3, 9.0, 1]
 
 
 def test_a_step_without_a_counted_token_has_no_loss_and_is_left_out_of_means() -> None:
@@ -118,17 +99,12 @@ def test_rates_of_an_interval_are_totals_over_total_time() -> None:
     assert values(mean, "seconds_per_iteration", "samples_per_second") == [2.0, 20 / 4]
 
 
-def test_a_nan_is_shown_and_counted() -> None:
-    mean = mean_of([metrics(), metrics(lm_loss=math.nan, nan_iterations=1)])
-    assert math.isnan(mean.value("lm_loss")) and mean.value("nan_iterations") == 1
-
-
-def test_an_infinite_loss_counts_as_nan() -> None:
-    assert step(Outcome(loss=math.inf)).value("nan_iterations") == 1
-
-
 def test_an_interval_of_skipped_steps_shows_their_finite_losses() -> None:
     skipped = [metrics(lm_loss=loss, skipped_iterations=1) for loss in (2.0, math.nan, 4.0)]
     assert mean_of([metrics(lm_loss=7.0), *skipped]).value("lm_loss") == 7.0
     assert mean_of(skipped).value("lm_loss") == 3.0
     assert math.isnan(mean_of(skipped[1:2]).value("lm_loss"))
+
+
+def test_an_infinite_loss_counts_as_nan() -> None:
+    assert step(Outcome(loss=math.inf)).value("nan_iterations") == 1

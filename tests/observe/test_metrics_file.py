@@ -8,9 +8,6 @@ import json
 import math
 import os
 import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, DataError, StorageError
-from megatron.objective.metric import Metric
-from megatron.observe.metrics_file import FILE_NAME, MetricsFile, read_records, read_steps
+from megatron.observe.metrics_file import MetricsFile, read_records, read_steps
 from tests.train.samples import Measured, metrics
 
 
@@ -68,16 +64,6 @@ def test_numbers_round_trip_bit_for_bit(loss: float, tmp_path_factory: pytest.Te
     assert read_steps(path)[1]["lm_loss"].hex() == loss.hex()
 
 
-def test_losses_of_sources_are_kept_in_full(tmp_path: Path) -> None:
-    with contextlib.closing(MetricsFile(tmp_path / FILE_NAME)) as file:
-        step = metrics()
-        step.add(Metric("source_losses/web", 2 / 3, 2.0), Metric("source_losses/books", math.nan, 4.0))
-        file.step(step)
-    (record,) = read_records(tmp_path)
-    assert record["source_losses"]["web"] == {"lm_loss": 1 / 3, "tokens": 2}
-    assert math.isnan(record["source_losses"]["books"]["lm_loss"])
-
-
 def test_nan_is_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, math.nan, math.inf, -math.inf)
@@ -110,24 +96,12 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
     assert list(read_steps(path)) == [1, 2, 3]
 
 
-def test_the_later_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, 1.0, 2.0, 3.0)
-    write(path, 20.0, 30.0, first=2)
-    assert [record["lm_loss"] for record in read_steps(tmp_path).values()] == [1.0, 20.0, 30.0]
-
-
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1.0)
     path.write_bytes(b"nonsense\n" + path.read_bytes())
     with pytest.raises(DataError, match=r"metrics.jsonl:1: not a JSON object with a kind: b'nonsense'"):
         read_records(path)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent.jsonl cannot be read: No such file.*run directory"):
-        read_records(tmp_path / "absent.jsonl")
 
 
 def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
@@ -138,20 +112,6 @@ def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
     ):
         MetricsFile(path)
     MetricsFile(path).close()
-
-
-def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"absent/metrics.jsonl cannot be opened.*No such file.*--run-dir"):
-        MetricsFile(tmp_path / "absent" / "metrics.jsonl")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_named() -> None:
-    file = MetricsFile("/dev/full")
-    with pytest.raises(StorageError, match=r"/dev/full: \d+ bytes could not be appended: No space left.*--run-dir"):
-        file.step(metrics())
-    file.close()
-    file.close()
 
 
 def test_what_a_full_disk_took_of_a_record_is_removed(tmp_path: Path) -> None:
@@ -188,26 +148,3 @@ def test_a_file_that_cannot_be_repaired_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "ftruncate", refuse)
     with pytest.raises(StorageError, match=r"metrics.jsonl: its incomplete last line could not be removed: Input/out"):
         MetricsFile(path)
-
-
-KILLED = """
-import os, signal, sys
-from megatron.observe.metrics_file import MetricsFile
-from tests.train.samples import metrics
-file = MetricsFile(sys.argv[1])
-for step in range(1, 6):
-    file.step(metrics(iteration=step))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_kill_loses_nothing_that_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert list(read_steps(path)) == [1, 2, 3, 4, 5]
-    write(path, 6.0, first=6)
-    assert list(read_steps(path)) == [1, 2, 3, 4, 5, 6]

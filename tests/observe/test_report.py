@@ -18,7 +18,6 @@ from megatron.checkpoint.record import Progress
 from megatron.errors import ConfigError, StorageError
 from megatron.objective.metric import Metric, StepMetrics
 from megatron.observe.metrics import TaskOutcome
-from megatron.observe.metrics_file import read_records, read_steps
 from megatron.observe.report import Pace, Report, ReportOutputs, check_packages, open_destinations
 from megatron.observe.run_directory import RunDirectory
 from megatron.observe.styles import megatron
@@ -94,52 +93,6 @@ def test_the_total_follows_the_samples_left_after_a_resume(capsys: pytest.Captur
     assert capsys.readouterr().out.startswith(" iteration        5/      12 | consumed samples:           24 |")
 
 
-def test_the_loss_scale_is_shown_in_fp16_only(capsys: pytest.CaptureFixture[str]) -> None:
-    for shows in (False, True):
-        report = Report(
-            report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron), shows_loss_scale=shows
-        )
-        report.step(progress_at(1), Outcome(loss_scale=2.0), 0.1, 0.5)
-    without, with_scale = capsys.readouterr().out.splitlines()
-    assert "loss scale" not in without
-    assert "loss scale: 2.0 | grad norm" in with_scale
-
-
-def test_evaluation_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
-    report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
-    assert (
-        "valid loss at iteration 2 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |"
-        in capsys.readouterr().out
-    )
-    assert recorder.told == [("evaluation", 2, "valid", 1.0)]
-
-
-def test_the_figures_of_a_task_are_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
-    recorder, task = Recorder(), Measured()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
-    report.task(progress_at(2), "iteration 2", task)
-    assert "task cloze at iteration 2 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 |" in capsys.readouterr().out
-    assert recorder.told == [("task", 2, task)]
-
-
-def test_a_batch_that_is_passed_over_is_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
-    batch = {"step": 3, "first_sample": 16, "last_sample": 23}
-    report.skipped_batch(Progress(2, 24), batch, 1)
-    assert "skipped the batch of iteration 3 (samples 16 to 23)" in capsys.readouterr().out
-    assert recorder.told == [("passed", 24, batch, 1)]
-
-
-def test_a_failed_save_is_forwarded() -> None:
-    recorder = Recorder()
-    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
-    report.failed_save(progress_at(3), 2, "the disk is full", 1)
-    assert recorder.told == [("failed_save", 3, 2, "the disk is full", 1)]
-
-
 def test_every_destination_is_notified_and_closed_even_if_one_fails(capsys: pytest.CaptureFixture[str]) -> None:
     class Failing(Recorder):
         name = "the failing one"
@@ -161,41 +114,6 @@ def test_every_destination_is_notified_and_closed_even_if_one_fails(capsys: pyte
     )
 
 
-def test_a_run_writes_metrics_and_one_events_file(tmp_path: Path) -> None:
-    config = report_config(tensorboard_dir=str(tmp_path / "tensorboard"), log_timers_to_tensorboard=True)
-    report = Report(
-        config,
-        optim_config(train_iters=5),
-        WORKLOAD,
-        ReportOutputs(megatron, open_destinations(config, WORKLOAD, RunDirectory(tmp_path))),
-        arguments={"seed": 1},
-    )
-    report.started(Progress())
-    for step in (1, 2, 3):
-        report.step(progress_at(step), Outcome(loss=1.0 / step), 0.1, 0.5)
-    report.evaluation(progress_at(3), "valid", "iteration 3", 1.0)
-    report.close()
-    assert len(list((tmp_path / "tensorboard").glob("events*"))) == 1
-    assert [record["lm_loss"] for record in read_steps(tmp_path).values()] == [1.0, 1.0 / 2, 1.0 / 3]
-    assert [record["kind"] for record in read_records(tmp_path)] == ["start", "step", "step", "step", "evaluation"]
-
-
-def test_the_metrics_file_can_be_elsewhere(tmp_path: Path) -> None:
-    config = report_config(metrics_file=str(tmp_path / "elsewhere.jsonl"))
-    for destination in open_destinations(config, WORKLOAD, RunDirectory(tmp_path)):
-        destination.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere.jsonl"]
-
-
-def test_a_missing_tensorboard_is_named_and_the_metrics_file_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=f"--tensorboard-dir {tmp_path} requires .*pip install tensorboard"):
-        open_destinations(report_config(tensorboard_dir=str(tmp_path)), WORKLOAD, RunDirectory(tmp_path))
-    open_destinations(report_config(), WORKLOAD, RunDirectory(tmp_path))[0].close()
-
-
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named_before_anything_is_built(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     configs = {"tensorboard": report_config(tensorboard_dir="t"), "wandb": report_config(wandb_project="toys")}
@@ -205,12 +123,6 @@ def test_a_missing_package_is_named_before_anything_is_built(monkeypatch: pytest
     check_packages(report_config())
     with pytest.raises(ConfigError, match=f"requires the package {package}, which is not installed.*install {package}"):
         check_packages(configs[package])
-
-
-def test_a_missing_wandb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="--wandb-project toys requires .*pip install wandb"):
-        open_destinations(report_config(wandb_project="toys"), WORKLOAD, RunDirectory(tmp_path))
 
 
 def test_a_service_that_is_down_is_an_error_of_a_new_run_only(
@@ -308,3 +220,29 @@ def test_a_bar_takes_the_place_of_the_lines_of_steps(capsys: pytest.CaptureFixtu
     shown, kept = capsys.readouterr().out, (tmp_path / "log.txt").read_text()
     assert "valid loss at iteration 2" in shown and "iteration        2" not in shown
     assert " iteration        2/       4 | " in kept and "| ETA: 0:00:04 |" in kept
+
+
+def test_events_between_steps_are_printed_and_forwarded(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder, task, batch = Recorder(), Measured(), {"step": 3, "first_sample": 16, "last_sample": 23}
+    report = Report(report_config(), optim_config(train_iters=5), WORKLOAD, ReportOutputs(megatron, [recorder]))
+    report.evaluation(progress_at(2), "valid", "iteration 2", 1.0)
+    report.task(progress_at(2), "iteration 2", task)
+    report.skipped_batch(Progress(2, 24), batch, 1)
+    report.failed_save(progress_at(3), 2, "the disk is full", 1)
+    shown = capsys.readouterr().out
+    assert "valid loss at iteration 2 | lm loss value: 1.000000E+00 | lm loss PPL: 2.718282E+00 |" in shown
+    assert "task cloze at iteration 2 | acc: 0.2500 +- 0.1250 | ppl: 7.5000 | items: 12 |" in shown
+    assert "skipped the batch of iteration 3 (samples 16 to 23)" in shown
+    assert recorder.told == [
+        ("evaluation", 2, "valid", 1.0),
+        ("task", 2, task),
+        ("passed", 24, batch, 1),
+        ("failed_save", 3, 2, "the disk is full", 1),
+    ]
+
+
+def test_the_metrics_file_can_be_elsewhere(tmp_path: Path) -> None:
+    config = report_config(metrics_file=str(tmp_path / "elsewhere.jsonl"))
+    for destination in open_destinations(config, WORKLOAD, RunDirectory(tmp_path)):
+        destination.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere.jsonl"]

@@ -77,12 +77,6 @@ def test_a_given_folder_is_not_shared_by_accident(tmp_path: Path) -> None:
     }
 
 
-def test_a_folder_without_a_run_may_be_given(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    directory = open_run_directory(str(tmp_path), {})
-    assert (directory.metrics_path, directory.log_path) == (tmp_path / "metrics.jsonl", tmp_path / "log.txt")
-
-
 def test_commit_and_changes_are_recorded(checkout: Path, tmp_path: Path) -> None:
     (checkout / "program.py").write_bytes(b"two \xff\n")
     (checkout / "new.py").touch()
@@ -93,17 +87,6 @@ def test_commit_and_changes_are_recorded(checkout: Path, tmp_path: Path) -> None
     assert b"-one\n+two \xff\n" in changes
     (checkout / "program.py").write_text("one\n")
     git(checkout, "apply", "--check", str((directory.path / "git.diff").resolve()))
-
-
-def test_a_repository_without_a_commit(tmp_path: Path) -> None:
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    (folder / "program.py").write_text("one\n")
-    git(folder, "add", "program.py")
-    directory = open_run_directory(str(tmp_path / "run"), {}, source=folder / "program.py")
-    assert (directory.path / "git.txt").read_text() == "commit none yet\nA  program.py\n"
-    assert "+one" in (directory.path / "git.diff").read_text()
 
 
 def test_a_program_outside_of_any_checkout(tmp_path: Path, checkout: Path) -> None:
@@ -129,23 +112,12 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_what_was_given_is_recorded_without_secrets(tmp_path: Path) -> None:
     config = {"data": {"note": ("me:s3same@db.example.com", 1)}}
     flags = json.dumps({"header": "Authorization: Bearer s3same"})
-    path = open_run_directory(str(tmp_path / "run"), config, names=RUN_FILES, program_flags=flags).path
+    source = tmp_path / "program.py"  # not the checkout of these tests, whose diff would be recorded
+    path = open_run_directory(str(tmp_path / "run"), config, source=source, names=RUN_FILES, program_flags=flags).path
     assert json.loads((path / "config.json").read_text()) == {"data": {"note": ["me:***@db.example.com", 1]}}
     written = write_arguments(str(tmp_path / "log"), ["a ... HF_TOKEN=s3same"])
     texts = [file.read_text() for file in (*path.iterdir(), written) if file.is_file()]
     assert "HF_TOKEN=***" in texts[-1] and not [text for text in texts if "s3same" in text]
-
-
-def test_arguments_get_a_file(tmp_path: Path) -> None:
-    path = write_arguments(str(tmp_path / "logs"), ["one", "two"])
-    assert path.name.startswith("args_20")
-    assert path.read_text() == "one\ntwo\n"
-
-
-def test_a_log_path_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"--log-path .*file/logs cannot be written: Not a directory"):
-        write_arguments(str(tmp_path / "file" / "logs"), [])
 
 
 def test_the_files_of_hellodeepspeed(checkout: Path, tmp_path: Path) -> None:

@@ -53,4 +53,4 @@ def test_a_bad_batch_is_passed_over_and_counted(corpus: TinyCorpus, tmp_path: Pa
     assert (ending.codes, ending.bad_steps, set(ending.checkpoints)) == ([0, 0], 1, {2, 5, 6, 8})
     ended = run_poisoned(corpus, tmp_path / "none", "dp2-zero1", poison, ["--max-bad-steps", "0"])
     assert (ended.codes, set(ended.checkpoints)) == ([ExitCode.NUMERICS] * 2, {2})
-    assert "iteration 4: loss " in ended.text and "(samples 24 to 31), and --max-bad-steps 0 allows" in ended.text
+    assert "iteration 4: loss " in ended.text and "(samples 24 to 31); this exceeds --max-bad-steps 0" in ended.text

@@ -1,7 +1,5 @@
 """A byte-level tokenizer that puts `<s>` before texts, `</s>` after them, both or neither."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

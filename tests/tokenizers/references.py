@@ -1,7 +1,5 @@
 """Tokenizers built by the `tokenizers` library alone, whose ids the product's tokenizers must give."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

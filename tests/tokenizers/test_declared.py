@@ -1,7 +1,5 @@
 """What the files beside a tokenizer.json declare gives the ids of `transformers`, or is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

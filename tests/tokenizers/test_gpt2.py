@@ -1,7 +1,5 @@
 """GPT-2's byte-level BPE: the ids of its vocabulary, and damaged files."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

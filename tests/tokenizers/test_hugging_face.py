@@ -1,7 +1,5 @@
 """Tokenizers described by a tokenizer.json: from a file, a folder or the hub."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,10 +94,3 @@ def test_an_unreachable_hub_name_is_a_one_sentence_error(monkeypatch: pytest.Mon
         ConfigError, match=r"--tokenizer-name-or-path some/name: .*no route to host.*use a local folder"
     ):
         build_tokenizer(TokenizerChoice("PretrainedFromHF", tokenizer_name_or_path="some/name"))
-
-
-def test_a_tokenizer_without_tokens_is_refused_by_its_path(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token="a")).save(str(path))
-    with pytest.raises(DataError, match=f"{path} holds a tokenizer without tokens"):
-        build_tokenizer(TokenizerChoice("HFTokenizer", tokenizer_name_or_path=str(tmp_path)))

@@ -1,7 +1,5 @@
 """Tokenizers of a library: round trips, and ids around every row."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 import tokenizers
 
 from megatron.errors import DataError
-from megatron.tokenizers.library import RustReference, _bytes_of
+from megatron.tokenizers.library import RustReference
 from megatron.tokenizers.tokenizer import add_special_tokens, build_tokenizer
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
@@ -26,11 +24,6 @@ def test_the_bytes_of_tokens_join_to_the_text(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(write_vocabulary(tmp_path))
     for text in hard_documents(60):
         assert b"".join(tokenizer.token_bytes(token) or b"?" for token in tokenizer.encode(text)) == text.encode()
-
-
-def test_the_bytes_of_single_bytes_and_of_what_is_not_known() -> None:
-    assert _bytes_of("<0xE2>") == b"\xe2" and _bytes_of("ðŁ") == b"\xf0\x9f" and _bytes_of("Ġa") == b" a"
-    assert _bytes_of("漢") is None and _bytes_of("") is None
 
 
 def test_a_pattern_that_takes_too_many_attempts_ends_in_a_sentence() -> None:

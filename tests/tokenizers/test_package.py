@@ -1,7 +1,5 @@
 """The package `tokenizers` may be missing: one error says what to install, whoever needs it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a tokenizer puts around texts: before a prompt, and never after one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,40 +1,20 @@
 """Which tokenizer made ids: records and the check of a run's tokenizer."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.errors import CheckpointError, DataError
 from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 
 RECORD = TokenizerRecord("GPT2BPETokenizer", "ab" * 32, 500, 499)
-
-
-@dataclass
-class WithoutEnd:
-    """A tokenizer without an end-of-document token."""
-
-    name: str = "SPM"
-    fingerprint: str = "cd" * 32
-    vocab_size: int = 32
-    behaviour: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def eod_id(self) -> int:
-        raise ConfigError("it has none")
 
 
 def test_a_record_round_trips_through_json() -> None:
     assert TokenizerRecord.from_json(json.loads(json.dumps(asdict(RECORD)))) == RECORD
     older = TokenizerRecord.from_json({"fingerprint": None, "vocab_size": 7})
     assert older == TokenizerRecord("unnamed", None, 7, None)
-
-
-def test_a_tokenizer_without_an_end_is_recorded() -> None:
-    assert TokenizerRecord.of(WithoutEnd()) == TokenizerRecord("SPM", "cd" * 32, 32, None)  # type: ignore[arg-type]
 
 
 def test_the_same_tokenizer_passes_and_so_does_an_unknown_fingerprint() -> None:

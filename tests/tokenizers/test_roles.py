@@ -1,7 +1,5 @@
 """The special tokens of masked samples, of every family of tokenizers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from megatron.errors import DataError
 from megatron.tokenizers.hugging_face import hugging_face_tokenizer
 from megatron.tokenizers.library import ROLES, role_ids
-from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.tokenizers.wordpiece import wordpiece
 
 
@@ -20,22 +17,6 @@ def roles(tokenizer):
 def test_the_first_way_of_writing_wins():
     assert role_ids({"<s>": 7, "[CLS]": 2, "</s>": 3}) == {"cls": 2, "sep": 3}
     assert role_ids({"<|endoftext|>": 0}) == {}
-
-
-def test_wordpiece(tmp_path):
-    path = tmp_path / "vocab.txt"
-    path.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n##b\n")
-    tokenizer = build_tokenizer(TokenizerChoice("BertWordPieceLowerCase", str(path)))
-    assert roles(tokenizer) == (2, 3, 4, 0)
-    assert [tokenizer.written(token) for token in (6, 7, 99)] == ["##b", "[BOS]", None]
-
-
-def test_byte_level_bpe(tmp_path):
-    vocabulary = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "<mask>": 4, "a": 5}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    files = str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
-    assert roles(build_tokenizer(TokenizerChoice("GPT2BPETokenizer", *files))) == (0, 2, 4, 1)
 
 
 def test_the_files_of_hugging_face_name_theirs(tmp_path):

@@ -1,7 +1,5 @@
 """Tokenizers: equal to the reference library on hard text, and clear about what is wrong with their files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +11,6 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.tokenizers.references import write_folder
-
-# --- Hugging Face ---------------------------------------------------------------------------------
 
 
 def test_local_tokenizers_need_no_transformers_and_no_torch(tmp_path: Path) -> None:
@@ -33,9 +29,6 @@ def test_local_tokenizers_need_no_transformers_and_no_torch(tmp_path: Path) -> N
     assert done.stdout.startswith("[")
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 def test_missing_flags_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"requires --vocab-file .*\n.*requires --merge-file"):
         build_tokenizer(TokenizerChoice("GPT2BPETokenizer"))
@@ -48,8 +41,6 @@ def test_missing_flags_and_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="./none is neither a local file or folder"):
         build_tokenizer(TokenizerChoice("HFTokenizer", tokenizer_name_or_path="./none"))
 
-
-# --- numbers --------------------------------------------------------------------------------------
 
 RUN = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --lr 1 "
 RUN += "--micro-batch-size 1 --train-iters 1 --mock-data --tokenizer-type NullTokenizer"

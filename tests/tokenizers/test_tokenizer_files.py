@@ -1,16 +1,11 @@
 """Tokenizer files that cannot be read."""
 
-from __future__ import annotations
-
-import errno
 import gzip
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers import tokenizer_files
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from megatron.tokenizers.tokenizer_files import check_tokenizer_file
 from tests.helpers.vocabulary import write_vocabulary
@@ -34,17 +29,6 @@ def test_a_tokenizer_file_of_another_format_is_recognized(tmp_path: Path, kind: 
     with pytest.raises(DataError, match=r"tokenizer\.model.* looks like a gzip file\.") as failure:
         build_tokenizer(choice)
     assert "Download or write the file again" not in str(failure.value)
-
-
-def test_a_vocabulary_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choice = write_vocabulary(tmp_path)
-
-    def broken_disk(path: Path, *options: object) -> NoReturn:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(tokenizer_files, "read_plain", broken_disk)
-    with pytest.raises(DataError, match=r"demo-vocab.json \(--vocab-file\) cannot be read: Input/output error"):
-        build_tokenizer(choice)
 
 
 def test_the_beginning_of_a_file_tells_its_format(tmp_path: Path) -> None:

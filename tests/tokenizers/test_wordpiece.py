@@ -1,14 +1,12 @@
 """BERT's WordPiece: the ids of BERT's own rules, and upstream's two tokens after the vocabulary."""
 
-from __future__ import annotations
-
 import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 from megatron.tokenizers import wordpiece as module
 from megatron.tokenizers.encoders.fast_encoder import edge_cases
 from megatron.tokenizers.encoders.long_text import LongText
@@ -135,10 +133,3 @@ def test_upstreams_tokens_after_the_vocabulary(tmp_path: Path) -> None:
 def test_damaged_vocabularies_are_named(tmp_path: Path, lines: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         load(write(tmp_path, lines), "BertWordPieceCase")
-
-
-def test_a_missing_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="BertWordPieceCase requires --vocab-file"):
-        build_tokenizer(TokenizerChoice("BertWordPieceCase"))
-    with pytest.raises(ConfigError, match="--vocab-file .*none.txt is not a file"):
-        load(tmp_path / "none.txt", "BertWordPieceCase")

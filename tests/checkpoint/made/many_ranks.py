@@ -1,11 +1,9 @@
 """What very many ranks would write under ZeRO-3, without their tensors: descriptions, manifest, and what a rank reads.
 
     python -m tests.checkpoint.made.many_ranks --ranks 16384 --layers 108 --hidden 28672
-    python -m tests.checkpoint.made.many_ranks --ranks 1024 --layers 24 --hidden 1024 [--with-tensors]
 
 prints JSON: bytes of the root and of the index files, processor seconds of the first rank and of one that reads its
-part, and the memory that the reading took beyond the imports. With tensors, one process writes the files of all ranks
-with values that follow from their place, commits them, and reads them as half as many ranks would.
+part, and the memory that the reading took beyond the imports.
 """
 
 from __future__ import annotations
@@ -17,25 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megatron import log, process_exit
-from megatron.checkpoint import SaveOptions, saving
 from megatron.checkpoint.catalogue import StoredPiece, StoredRun
 from megatron.checkpoint.layout import check_complete, plan_piece
-from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, folder_name, read_manifest
+from megatron.checkpoint.manifest import MANIFEST_NAME, file_name, read_manifest
 from megatron.checkpoint.manifests.compaction import FileDescription, compact, describe
 from megatron.checkpoint.manifests.contents import StoredFile
 from megatron.checkpoint.manifests.writing import manifest_texts
-from megatron.checkpoint.publish import open_temporary, temporary_folder
-from megatron.checkpoint.reader import read_pieces
-from megatron.checkpoint.snapshot import take_snapshot
 from megatron.config import ConfigSection, flag, parse_flags
 from megatron.parallel.pieces import Kind, PieceKey
 
@@ -124,42 +115,6 @@ class Network:
             (folder / name).write_bytes(text)
         return {"root_bytes": len(root), "index_files": len(indexes), "index_bytes": sum(map(len, indexes.values()))}
 
-    def pieces(self, rank: int, ranks: int | None = None) -> Iterator[tuple[PieceKey, torch.Tensor]]:
-        """What a rank holds, with its values: each follows from parameter, kind and place."""
-        for key in self.keys(rank, ranks):
-            salt = zlib.crc32(f"{key.name} {key.kind}".encode())
-            yield key, (torch.arange(key.first, key.last).mul_(7919).add_(salt) % 65521).to(torch.float32)
-
-    def save(self, directory: Path, options: SaveOptions) -> Path:
-        """Writes the files of all ranks one after the other, and commits them as the first rank would."""
-        temporary = temporary_folder(directory, 7, "run")
-        open_temporary(temporary, 0, options.storage)
-        files, described = [], []
-        for rank in range(self.ranks):
-            taken = take_snapshot(self.pieces(rank))
-            if taken.listed:
-                path = temporary / file_name(rank)
-                file, stored = saving.write_pieces(path, taken, options.chunk_bytes, options.storage)
-                files.append(file)
-                described.append(describe(stored))
-        rows = {each.digest: json.loads(json.dumps(each.rows)) for each in described}
-        numbers, rows_of = [[*each.numbers] for each in described], [each.digest for each in described]
-        written = saving._WrittenFiles(files, numbers, rows_of, rows)
-        saving._commit(temporary, 7, "run", {"progress": {"step": 7}}, written, options)
-        return directory / folder_name(7)
-
-    def load(self, folder: Path, rank: int, ranks: int) -> int:
-        """Reads what one of `ranks` ranks holds and compares it; returns the elements.
-
-        Raises:
-            AssertionError: a value is another one.
-        """
-        expected = list(self.pieces(rank, ranks))
-        values = read_pieces(folder, read_manifest(folder), [key for key, _ in expected])
-        for (key, right), found in zip(expected, values, strict=True):
-            assert torch.equal(found, right), key
-        return sum(len(found) for found in values)
-
     def plan(self, folder: Path, rank: int, ranks: int | None = None) -> int:
         """Finds everything that one rank (of `ranks`, if not of all) wants; returns the number of files it needs."""
         catalogue = read_manifest(folder).catalogue
@@ -175,7 +130,6 @@ class ManyRanksFlags(ConfigSection):
     layers: int = flag(24, "layers of the network", at_least=1)
     hidden: int = flag(1024, "its hidden size", at_least=8)
     folder: str | None = flag(None, "read the manifest in this folder, and write none")
-    with_tensors: bool = flag(False, "write and read values as well")
     readers: int | None = flag(None, "how many ranks read; by default as many as wrote", at_least=1)
 
 
@@ -183,20 +137,6 @@ def peak_bytes() -> int:
     """The most memory that this process has had, and not the one that started it."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(text.split("VmHWM:")[1].split()[0])
-
-
-def save_and_load(network: Network) -> dict[str, float]:
-    """Seconds of saving as all ranks and of loading as half as many, and what was there."""
-    with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
-        saved = network.save(Path(folder), SaveOptions())
-        written = time.monotonic()
-        readers = network.ranks // 2
-        elements = sum(network.load(saved, rank, readers) for rank in range(readers))
-        sizes = [path.stat().st_size for path in saved.iterdir()]
-        figures = {"ranks": network.ranks, "files": len(sizes), "bytes": sum(sizes), "elements": elements}
-        seconds = {"save_seconds": written - began, "load_seconds": time.monotonic() - written}
-        return {**figures, **{name: round(value, 1) for name, value in seconds.items()}, "peak_bytes": peak_bytes()}
 
 
 def main() -> int:
@@ -210,9 +150,6 @@ def main() -> int:
         seconds = round(time.process_time() - began, 2)
         figures = {"readers": readers, "read_seconds": seconds, "files_needed": files}
         log.line(json.dumps({**figures, "peak_bytes": peak_bytes(), "before_bytes": before}))
-        return 0
-    if flags.with_tensors:
-        log.line(json.dumps(save_and_load(network)))
         return 0
     descriptions, files = network.descriptions(), network.files()
     began = time.process_time()

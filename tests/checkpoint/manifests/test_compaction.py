@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
@@ -93,23 +92,3 @@ def test_boxes_in_different_orders_are_not_joined() -> None:
     runs = compacted(files)
     assert len(runs) == 4
     check_same(files, runs)
-
-
-def test_random_parts_of_a_flat_buffer_are_joined_where_they_follow() -> None:
-    """As under ZeRO-1: each rank has a stretch of all parameters laid end to end."""
-    draw = random.Random(1)
-    sizes = {f"t{number}": draw.choice((5, 40, 1000)) for number in range(30)}
-    total, ranks = sum(sizes.values()), 16
-    files: list[list[PieceKey]] = [[] for _ in range(ranks)]
-    begin = 0
-    for name, size in sizes.items():
-        for rank in range(ranks):
-            first, last = (max(0, min(size, total * at // ranks - begin)) for at in (rank, rank + 1))
-            if first < last:
-                files[rank] += [
-                    PieceKey(name, kind, (size,), (0,), (size,), first, last) for kind in ("weight", "exp_avg")
-                ]
-        begin += size
-    runs = compacted(files)
-    check_same(files, runs)
-    assert len(runs) <= sum(map(len, files))

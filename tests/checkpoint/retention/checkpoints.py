@@ -80,10 +80,11 @@ class Death(BaseException):
 class MortalStorage(Storage):
     """Fails, or dies with all that would follow, at one of its operations that change something."""
 
-    def __init__(self, end_at: int | None = None, *, dies: bool = True) -> None:
+    def __init__(self, end_at: int | None = None, *, dies: bool = True, number: int = errno.EIO) -> None:
         self.operations: list[str] = []
         self._end_at = end_at
         self._dies = dies
+        self._number = number
 
     def _step(self, name: str) -> None:
         here = len(self.operations)
@@ -93,7 +94,7 @@ class MortalStorage(Storage):
         if self._dies:
             raise Death(f"at operation {self._end_at}, {name}")
         if here == self._end_at:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+            raise OSError(self._number, os.strerror(self._number))
 
     def make_directory(self, path: Path) -> None:
         self._step("mkdir")

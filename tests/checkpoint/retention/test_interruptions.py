@@ -122,16 +122,3 @@ def test_a_refusal_at_any_operation_of_a_copy_is_typed_and_harmless(tmp_path: Pa
         assert copy_checkpoint(source, folder, MESH, flag="--save-secondary") in (None, folder / "iter_0000002")
         assert loaded_seed(folder) == 2 and not hidden(folder)
     assert 5 < refused < len(counted.operations)
-
-
-def test_a_refusal_at_any_operation_of_a_deletion_is_harmless(tmp_path: Path) -> None:
-    counted = MortalStorage()
-    remove_checkpoint(save_step(tmp_path / "counted", 1), counted)
-    for place in range(len(counted.operations)):
-        folder = tmp_path / f"refused{place}"
-        save_step(folder, 1)
-        newest = save_step(folder, 2)
-        Pruner(RetentionRules(1), MortalStorage(place, dies=False)).apply(newest)
-        assert loaded_seed(folder) == 2 and all_are_whole(folder)
-        Pruner(RetentionRules(1), Storage()).apply(save_step(folder, 3))
-        assert steps(folder) == [3] and not hidden(folder)

@@ -107,15 +107,6 @@ def test_each_file_is_on_two_nodes_and_pairs_hold_each_others(count: int) -> Non
     assert all(partners[partners[node]] == node for node in range(pairs))
 
 
-def test_the_copy_of_an_older_step_stays_beside_later_ones(tmp_path: Path) -> None:
-    mesh, nodes = ParallelMesh.single(), Nodes((0,), 0)
-    for step in (5, 6, 1, 2, 3):
-        pieces = cut_for_ranks(make_state(kinds=("master",), seed=step), 1, step)[0]
-        made = save(tmp_path / "shared", step, pieces, {}, mesh, SaveOptions(storage=STORAGE))
-        copy_to_nodes(made, tmp_path / "disk", mesh, nodes, storage=STORAGE)
-    assert steps(tmp_path / "disk") == [2, 3, 5, 6]
-
-
 class FailingDisk(Unsynced):
     def names(self, path: Path) -> list[str]:
         raise OSError(errno.EIO, "the disk fails", str(path))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron.checkpoint.retention.pruning import Pruner, RetentionRules
 from megatron.checkpoint.retention.summaries import ManifestSummary
 from megatron.checkpoint.storage import Storage
-from megatron.config import SavingConfig
 from megatron.errors import CheckpointError, StorageError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.retention.checkpoints import OTHER_RUN, RUN, save_step, steps
@@ -78,11 +77,6 @@ def test_what_is_promised_is_never_deleted(
         assert len(gone) >= limit - len(kept) - best
 
 
-def test_without_the_flag_nothing_is_deleted() -> None:
-    assert RetentionRules.of(SavingConfig()) is None
-    assert RetentionRules.of(SavingConfig(keep_last=2, keep_every=5, keep_best=True)) == RetentionRules(2, 5, True)
-
-
 def test_older_ones_go_when_the_new_one_is_committed_and_not_before(tmp_path: Path) -> None:
     retention = Pruner(RetentionRules(2, every=4), Storage())
     seen: list[list[int]] = []
@@ -101,15 +95,6 @@ def test_older_ones_go_when_the_new_one_is_committed_and_not_before(tmp_path: Pa
         before = {1: [], 2: [1], 3: [1, 2], 4: [2, 3], 5: [3, 4], 6: [4, 5]}[step]
         assert seen[0] == before  # the commit: nothing is gone yet
     assert steps(tmp_path) == [4, 5, 6]
-
-
-def test_the_best_one_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for step, loss in ((1, 3.5), (2, 1.5), (3, None), (4, float("1e9")), (5, True), (6, 2.5)):
-        newest = save_step(tmp_path, step, loss=loss)
-    gone = Pruner(RetentionRules(1, best=True), Storage()).apply(newest)
-    assert [path.name for path in gone] == ["iter_0000005", "iter_0000004", "iter_0000003", "iter_0000001"]
-    assert steps(tmp_path) == [2, 6]
-    assert "--keep-best" not in capsys.readouterr().err
 
 
 def test_a_folder_without_validation_losses_is_reported_once(
@@ -155,21 +140,6 @@ def test_only_certain_checkpoints_of_this_run_are_deleted(tmp_path: Path, capsys
     ):
         assert told.count(text) == 1, text
     assert "iter_0000012" not in told
-
-
-def test_damaged_checkpoints_do_not_let_good_ones_go(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save_step(tmp_path, step)
-    (tmp_path / "iter_0000003" / "pieces_00000.safetensors").write_bytes(b"")
-    assert Pruner(RetentionRules(2), Storage()).apply(save_step(tmp_path, 4)) == [tmp_path / "iter_0000001"]
-    assert steps(tmp_path) == [2, 3, 4]
-
-
-def test_a_checkpoint_that_names_a_run_is_not_deleted_for_one_that_names_none(tmp_path: Path) -> None:
-    save_step(tmp_path, 1)
-    save_step(tmp_path, 2, run_id="")
-    newest = save_step(tmp_path, 3, run_id="")
-    assert Pruner(RetentionRules(1), Storage()).apply(newest) == [tmp_path / "iter_0000002"]
 
 
 def test_steps_that_a_resumed_run_passed_over_do_not_count(tmp_path: Path) -> None:

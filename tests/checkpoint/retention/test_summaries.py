@@ -11,8 +11,7 @@ import pytest
 from megatron.checkpoint import manifest
 from megatron.checkpoint.retention.summaries import ManifestSummaries, other_files, steps_in
 from megatron.checkpoint.storage import Storage
-from megatron.errors import DamagedError, StorageError
-from tests.checkpoint.made.saved_state import save_state
+from megatron.errors import DamagedError
 from tests.checkpoint.retention.checkpoints import RUN, save_step
 
 
@@ -48,31 +47,9 @@ def test_a_manifest_is_parsed_once_and_sizes_are_looked_at_each_time(
         summaries.of(second)
 
 
-def test_missing_rights_are_not_damage(tmp_path: Path) -> None:
-    class Forbidden(Storage):
-        is_forbidden = False
-
-        def open_to_read(self, path: Path) -> tuple[int, int]:
-            if self.is_forbidden and path.name.startswith("pieces"):
-                raise PermissionError(13, "Permission denied")
-            return super().open_to_read(path)
-
-    storage = Forbidden()
-    summaries, folder = ManifestSummaries(storage), save_step(tmp_path, 1)
-    summaries.of(folder)
-    storage.is_forbidden = True
-    with pytest.raises(StorageError, match=r"cannot read .*pieces_00000.safetensors: Permission denied \(EACCES\)"):
-        summaries.of(folder)
-
-
 @pytest.mark.parametrize("value", [None, "1", True, []])
 def test_a_loss_that_is_no_number_is_none(tmp_path: Path, value: Any) -> None:
     assert ManifestSummaries(Storage()).of(save_step(tmp_path, 1, loss=value)).validation_loss is None
-
-
-def test_an_older_record_has_no_run_and_no_layout(tmp_path: Path) -> None:
-    summary = ManifestSummaries(Storage()).of(save_state(tmp_path, 3))
-    assert (summary.run_id, dict(summary.layout)) == ("", {})
 
 
 def test_folders_are_listed_newest_first_without_links_and_others(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from megatron.config.flags.paths import is_address
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from tests.checkpoint.retention.checkpoints import MESH, loaded_seed, save_step
 from tests.helpers.tiny_run import train, write_tiny_corpus
-from tools import checkpoints
 
 fsspec = pytest.importorskip("fsspec")
 NUMBERS = itertools.count()
@@ -127,21 +126,6 @@ def test_a_folder_of_another_program_is_not_taken_for_a_dead_copy(tmp_path: Path
     assert DISK.exists(place / "iter_0000004" / "mp_rank_00" / "model_optim_rng.pt")
     with pytest.raises(CheckpointError, match="iter_0000004 is a different checkpoint of step 4"):
         copied(save_step(tmp_path / "source", 4), place)
-
-
-def test_copies_in_a_store_are_listed_and_pruned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    place = Path(f"memory://models/run{next(NUMBERS)}")
-    for step in (1, 2, 3):
-        copied(save_step(tmp_path / "source", step), place)
-    DISK.remove_file(place / "iter_0000002" / "manifest.json")
-    address = str(place).replace(":/", "://")
-    capfd.readouterr()
-    assert checkpoints.main(["list", address]) == 0
-    rows = [line.split() for line in capfd.readouterr().out.splitlines() if line.startswith("iter_")]
-    states = {row[0]: row[2] for row in rows}
-    assert states == {"iter_0000003": "complete", "iter_0000002": "unfinished", "iter_0000001": "complete"}
-    assert checkpoints.main(["prune", address, "--keep-last", "1"]) == 0
-    assert DISK.names(place) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
 
 
 def test_objects(place: Path) -> None:

@@ -1,46 +1,23 @@
 """Blends of datasets, and phases of blends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from megatron.data.datasets.blended import BlendedDataset, PhasedDataset
-from megatron.data.datasets.sample import DocumentSpan, Sample
+from megatron.data.datasets.sample import DocumentSpan
 from megatron.errors import DataError
+from tests.data.samples import GivenRows
 
 
-class Counting:
-    """Samples that hold their own number, beginning with `first`."""
-
-    def __init__(self, prefix: str, first: int, samples: int) -> None:
-        self.prefix = prefix
-        self.first = first
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        return self.read(sample).tokens
-
-    def read(self, sample: int) -> Sample:
-        return Sample(np.array([self.first + sample]))
-
-    def source_of(self, sample: int) -> int:
-        return 0
-
-    def locate(self, sample: int, position: int) -> str:
-        return f"{self.prefix} {sample}:{position}"
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        return [DocumentSpan(sample, 0, 1)]
+def counting(prefix: str, first: int, samples: int) -> GivenRows:
+    """Samples of one token each, which count up from `first`."""
+    return GivenRows(np.arange(first, first + samples)[:, None], prefix=prefix)
 
 
 def blend(firsts: Sequence[int] = (0, 0), places: Sequence[int] = (0, 1)) -> BlendedDataset:
-    datasets = [Counting("a", 0, 5), Counting("b", 100, 5)]
+    datasets = [counting("a", 0, 5), counting("b", 100, 5)]
     sources, samples = np.array([0, 1, 0, 1], np.uint8), np.array([0, 0, 1, 1])
     return BlendedDataset(datasets, sources, samples, firsts, places)
 
@@ -49,7 +26,7 @@ def test_samples_come_from_their_sources_in_order() -> None:
     dataset = blend()
     assert [int(dataset[number][0]) for number in range(len(dataset))] == [0, 100, 1, 101]
     assert [dataset.source_of(number) for number in range(4)] == [0, 1, 0, 1] and dataset.taken == (2, 2)
-    assert dataset.locate(3, 7) == "b 1:7" and dataset.spans(2) == [DocumentSpan(1, 0, 1)]
+    assert dataset.locate(3, 7) == "b 1 column 7" and dataset.spans(2) == [DocumentSpan(1, 0, 1)]
 
 
 def test_a_reused_source_continues_after_its_last_sample() -> None:
@@ -64,15 +41,19 @@ def test_more_samples_than_planned_are_refused() -> None:
 
 
 def test_phases_follow_each_other() -> None:
-    phases = PhasedDataset([0, 4], [blend()], Counting("c", 1000, 3))
+    phases = PhasedDataset([0, 4], [blend()], counting("c", 1000, 3))
     assert [int(phases[number][0]) for number in range(len(phases))] == [0, 100, 1, 101, 1000, 1001, 1002]
-    assert phases.source_of(3) == 1 and phases.locate(5, 0) == "c 1:0" and phases.spans(4) == [DocumentSpan(0, 0, 1)]
+    assert (
+        phases.source_of(3) == 1
+        and phases.locate(5, 0) == "c 1 column 0"
+        and phases.spans(4) == [DocumentSpan(0, 0, 1)]
+    )
     with pytest.raises(IndexError, match="Sample 7 is out of range: 7 samples are planned"):
         phases.read(7)
 
 
 def test_a_phase_whose_data_was_not_opened_is_named() -> None:
-    phases = PhasedDataset([0, 4], [None], Counting("c", 1000, 3))
+    phases = PhasedDataset([0, 4], [None], counting("c", 1000, 3))
     assert int(phases[4][0]) == 1000
     with pytest.raises(DataError, match="Sample 3 was consumed before the blend changed at sample 4"):
         phases.read(3)

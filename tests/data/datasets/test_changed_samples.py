@@ -1,15 +1,13 @@
 """Random prefixes of samples and documents: where they may end, what they depend on, and which labels count."""
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
 from megatron.data.datasets.changed_samples import PrefixDataset, ShortenedDataset, prefix_length
 from megatron.data.datasets.sample import DocumentSpan, Sample
+from tests.data.samples import GivenRows
 
 EOD = 9
 ROWS = np.array(
@@ -19,30 +17,6 @@ ROWS = np.array(
         [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3],
     ]
 )
-
-
-@dataclass
-class _Rows:
-    loss_mask: np.ndarray | None = None
-    read_samples: list[int] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(ROWS)
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        return ROWS[sample]
-
-    def read(self, sample: int) -> Sample:
-        return Sample(ROWS[sample], self.loss_mask)
-
-    def source_of(self, sample: int) -> int:
-        return 10 + sample
-
-    def locate(self, sample: int, position: int) -> str:
-        return f"{sample}:{position}"
-
-    def spans(self, sample: int) -> list[DocumentSpan]:
-        return [DocumentSpan(sample, 0, 11)]
 
 
 def test_every_length_is_drawn_equally_often_and_depends_on_seed_sample_and_document() -> None:
@@ -62,7 +36,7 @@ def _keys() -> list[tuple[range | list[int], ...]]:
 
 def test_one_prefix_a_sample() -> None:
     for seed in range(50):
-        sample = PrefixDataset(_Rows(), seed).read(0)
+        sample = PrefixDataset(GivenRows(ROWS), seed).read(0)
         assert sample.prefix_mask is not None and sample.loss_mask is None
         length = int(sample.prefix_mask.sum())
         assert length == prefix_length(10, seed, 0, 0) and sample.prefix_mask[:length].all()
@@ -73,7 +47,7 @@ def test_one_prefix_a_sample() -> None:
 def test_one_prefix_a_document_that_leaves_out_its_end(row: int, documents: list[tuple[int, int]]) -> None:
     lengths = set()
     for seed in range(50):
-        sample = PrefixDataset(_Rows(), seed, EOD).read(row)
+        sample = PrefixDataset(GivenRows(ROWS), seed, EOD).read(row)
         assert sample.prefix_mask is not None
         for number, (first, last) in enumerate(documents):
             mask = sample.prefix_mask[first:last]
@@ -89,7 +63,7 @@ def test_one_prefix_a_document_that_leaves_out_its_end(row: int, documents: list
 def test_labels_inside_a_prefix_do_not_count_and_the_first_target_does(eod_id: int | None) -> None:
     for seed in range(20):
         for row in range(3):
-            sample = PrefixDataset(_Rows(), seed, eod_id, on_targets_only=True).read(row)
+            sample = PrefixDataset(GivenRows(ROWS), seed, eod_id, on_targets_only=True).read(row)
             assert sample.prefix_mask is not None and sample.loss_mask is not None
             followed_by_prefix = np.append(sample.prefix_mask[1:], False)
             begins = np.append(False, ROWS[row][:-1] == EOD)[1:10] if eod_id else np.zeros(9, bool)
@@ -100,68 +74,43 @@ def test_labels_inside_a_prefix_do_not_count_and_the_first_target_does(eod_id: i
 def test_a_mask_of_the_samples_still_holds() -> None:
     known = np.array([True] * 7 + [False] * 3)
     for seed in range(20):
-        sample = PrefixDataset(_Rows(known), seed, on_targets_only=True).read(1)
-        alone = PrefixDataset(_Rows(), seed, on_targets_only=True).read(1)
-        assert np.array_equal(sample.loss_mask, alone.loss_mask & known)
-    assert PrefixDataset(_Rows(known), 1).read(1).loss_mask is known
-
-
-def test_everything_else_is_passed_on() -> None:
-    dataset = PrefixDataset(_Rows(), 1)
-    assert len(dataset) == 3 and dataset.source_of(2) == 12 and dataset.locate(1, 4) == "1:4"
-    assert dataset.spans(1) == [DocumentSpan(1, 0, 11)] and np.array_equal(dataset[2], ROWS[2])
+        masked, alone = (
+            PrefixDataset(GivenRows(ROWS, mask), seed, on_targets_only=True).read(1) for mask in (known, None)
+        )
+        assert np.array_equal(masked.loss_mask, alone.loss_mask & known)
 
 
 LENGTH, WHOLE = 8, 32
 
 
-class Rows:
-    """Samples with every field, or with tokens only."""
+class WholeRows(GivenRows):
+    """Samples that count up from their number, with every field or with tokens only."""
 
     def __init__(self, *, has_labels: bool = False) -> None:
+        super().__init__(np.arange(WHOLE + 1) + np.arange(400)[:, None])
         self.has_labels = has_labels
 
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, sample: int) -> np.ndarray:
-        return self.read(sample).tokens
-
     def read(self, sample: int) -> Sample:
-        text = np.arange(sample, sample + WHOLE + 1)
+        text = self.rows[sample]
         if not self.has_labels:
             return Sample(text)
         mask, segments = np.ones(WHOLE, np.float32), np.zeros(WHOLE, np.int64)
         return Sample(text[:-1], mask, segments, segments > 0, text[1:], segments, is_swapped=True)
-
-    def source_of(self, sample: int) -> int:
-        return sample % 3
-
-    def locate(self, sample: int, position: int) -> str:
-        return f"{sample}:{position}"
 
     def spans(self, sample: int) -> list[DocumentSpan]:
         return [DocumentSpan(4, 2, 6), DocumentSpan(5, 0, WHOLE - 5)]
 
 
 def test_the_first_tokens_and_the_one_after_them() -> None:
-    short = ShortenedDataset(Rows(), LENGTH)
+    short = ShortenedDataset(WholeRows(), LENGTH)
     assert short[3].tolist() == list(range(3, 3 + LENGTH + 1))
     assert short.spans(3) == [DocumentSpan(4, 2, 6), DocumentSpan(5, 0, 3)]
-    assert ShortenedDataset(Rows(), 5).spans(3) == [DocumentSpan(4, 2, 6)]
-    assert (len(short), short.source_of(4), short.locate(3, 2)) == (400, 1, "3:2")
+    assert ShortenedDataset(WholeRows(), 5).spans(3) == [DocumentSpan(4, 2, 6)]
+    assert (len(short), short.source_of(4), short.locate(3, 2)) == (400, 1, "row 3 column 2")
 
 
 def test_every_field_is_cut() -> None:
-    read = ShortenedDataset(Rows(has_labels=True), LENGTH).read(3)
+    read = ShortenedDataset(WholeRows(has_labels=True), LENGTH).read(3)
     arrays = [part for part in read if isinstance(part, np.ndarray)]
     assert len(arrays) == 6 and all(part.shape == (LENGTH,) for part in arrays)
     assert read.labels is not None and read.labels.tolist() == list(range(4, 4 + LENGTH)) and read.is_swapped
-
-
-def test_prefixes_are_drawn_within_the_cut() -> None:
-    dataset = PrefixDataset(ShortenedDataset(Rows(), LENGTH), 1234, on_targets_only=True)
-    masks = [dataset.read(sample).loss_mask for sample in range(400)]
-    counted = np.array([mask.sum() for mask in masks if mask is not None])
-    assert counted.min() == 1 and counted.max() == LENGTH
-    assert abs(counted.mean() - (LENGTH + 1) / 2) < 0.4, "what the objective divides by"

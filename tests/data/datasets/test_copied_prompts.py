@@ -1,11 +1,8 @@
 """Answers that are replaced by their prompts: which, how many, and that the rest stays as it was."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron.config import DataConfig
@@ -66,9 +63,3 @@ def test_validation_is_never_changed(path: str, tokenizer: Tokenizer) -> None:
     plain, all_copied = build(path, tokenizer, 0.0), build(path, tokenizer, 1.0)
     for number in range(8):
         assert (plain.valid["valid"][number] == all_copied.valid["valid"][number]).all()
-
-
-def test_the_share_is_the_probability() -> None:
-    for probability in (0.0, 0.1, 0.75, 1.0):
-        drawn = [is_copied(probability, SEED, sample) for sample in range(4000)]
-        assert np.mean(drawn) == pytest.approx(probability, abs=0.02)

@@ -1,23 +1,21 @@
 """Examples as sources of a run: splits, blends, epochs, resumes, caches, and flags that need them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, epoch_samples
+from megatron.data.build import build_split_datasets, check_sources, epoch_samples
 from megatron.data.datasets.examples.example_options import ExampleOptions
-from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.tokenizer import build_tokenizer
 from tests.data.corpora import write_corpus
 from tests.data.databases import new_database, numbered
+from tests.data.samples import batches_of_ranks
 from tests.helpers.vocabulary import write_vocabulary
 
 LENGTH = 31
@@ -63,28 +61,16 @@ def test_splits_hold_out_examples_packed_or_not(tmp_path: Path, tokenizer) -> No
         assert found == {"train": set(range(32)), "valid": set(range(32, 40))}
 
 
-def test_every_epoch_has_all_examples_in_another_order(tmp_path: Path, tokenizer) -> None:
-    datasets, _ = build(tokenizer, write(tmp_path / "chat.jsonl", 20), samples=(40, 0, 0))
-    first, second = (prompts(datasets.train, numbers, tokenizer) for numbers in (range(20), range(20, 40)))
-    assert sorted(first) == sorted(second) == sorted(f"to {number}" for number in range(20))
-    assert first != second
-
-
 def test_batches_carry_segments_and_masks_whatever_the_ranks(tmp_path: Path, tokenizer) -> None:
     datasets, _ = build(tokenizer, write(tmp_path / "chat.jsonl", 40), samples=(8, 0, 0), options=PACKED)
     options = BatchOptions(eod_id=tokenizer.eod_id, segments=True)
 
     def read(dp_size: int) -> dict[int, tuple[list[int], list[float], list[int]]]:
         found = {}
-        for rank in range(dp_size):
-            batches = MicroBatches(
-                datasets.train, first_sample=0, global_batch_size=8, micro_batch_size=2, dp_rank=rank,
-                dp_size=dp_size, options=options,
-            )  # fmt: skip
-            for batch in batches:
-                for place, number in enumerate(batch.sample_ids.tolist()):
-                    rows = (batch.tokens, batch.loss_mask, batch.segment_ids)
-                    found[number] = tuple(row[place].tolist() for row in rows)
+        for batch in batches_of_ranks(datasets.train, dp_size, 8, 2, options=options):
+            fields = (batch.tokens, batch.loss_mask, batch.segment_ids)
+            for index, number in enumerate(batch.sample_ids.tolist()):
+                found[number] = tuple(field[index].tolist() for field in fields)
         return found
 
     assert read(1) == read(2) == read(4)
@@ -150,16 +136,6 @@ def test_samples_of_an_epoch_are_the_rows_of_the_training_split(tmp_path: Path, 
         count(path, split="0,1,0")
 
 
-def test_facts_of_examples_are_their_number_and_content(tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", 3)
-    (facts,) = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=(path,))).values()
-    assert facts["files"] == 1 and len(str(facts["sha256"])) == 64
-    with new_database("sqlite", tmp_path) as database:
-        database.write_pairs({"chat": numbered([("q", "a")])})
-        (facts,) = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=(database.address("chat"),))).values()
-    assert facts["examples"] == 1
-
-
 def test_flags_for_examples_are_refused_with_other_data(tmp_path: Path, tokenizer) -> None:
     corpus = write_corpus(tmp_path / "corpus", [50, 14])
     data = DataConfig(seq_length=LENGTH, data_path=(corpus,))
@@ -199,12 +175,3 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
     write(Path(path), 3)
     with pytest.raises(ConfigError, match="Examples are encoded on the fly, which requires a tokenizer"):
         build(None, path)
-
-
-def test_tokens_are_located_by_line(tmp_path: Path, tokenizer) -> None:
-    datasets, _ = build(tokenizer, write(tmp_path / "chat.jsonl", 20), options=PACKED)
-    assert "chat.jsonl:" in datasets.train.locate(0, 2)
-    assert datasets.train.locate(0, 2).endswith(": token 2 of the example")
-    (span,) = datasets.train.spans(0)
-    assert span.tokens == LENGTH + 1
-    assert isinstance(datasets.train.read(0).segment_ids, np.ndarray)

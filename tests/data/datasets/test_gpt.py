@@ -1,15 +1,10 @@
 """Samples of a token file: the golden order, and where each token is stored."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from megatron.data.datasets.gpt import GPTDataset
-from megatron.data.formats.indexed import IndexedDataset
-from megatron.data.order.index_map import Indices
 from megatron.errors import DataError
-from tests.data.corpora import GOLDEN_LENGTHS, write_corpus
+from tests.data.corpora import GOLDEN_LENGTHS
 from tests.data.datasets.token_datasets import build, config
 
 
@@ -43,12 +38,4 @@ def test_a_damaged_index_that_names_missing_tokens_is_a_data_error(corpus):
         dataset[0]
     dataset._segments = (segment._replace(sample=np.zeros_like(segment.sample)),)
     with pytest.raises(DataError, match="sample 0 has 1 tokens, expected 9"):
-        dataset[0]
-
-
-def test_a_sample_index_that_goes_backwards_is_damaged(tmp_path):
-    indexed = IndexedDataset(write_corpus(tmp_path / "a", [5, 9, 3]))
-    rows = np.array([[2, 0], [0, 1]], np.int32)
-    dataset = GPTDataset(indexed, 4, [Indices(np.arange(3, dtype=np.int32), rows, np.zeros(1, np.uint32))])
-    with pytest.raises(DataError, match=r"is damaged: sample 0 has 0 tokens, expected 5\. Delete the index cache"):
         dataset[0]

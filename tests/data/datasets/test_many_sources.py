@@ -1,7 +1,5 @@
 """Blends of more sources than a byte can number, and more files than a process may hold open at first."""
 
-from __future__ import annotations
-
 from megatron.data.build import build_split_datasets, describe
 from megatron.data.sources.source import DataRequest
 from tests.config.command_lines import small

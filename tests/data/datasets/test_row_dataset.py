@@ -1,7 +1,5 @@
 """The order of rows: permutations piece by piece, the same on every resume, and samples read through it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,31 +1,23 @@
 """Parquet windows among the sources of a run: split, blend, plan, and what the checkpoint keeps of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import (
-    build_split_datasets,
-    check_sources,
-    data_fingerprint,
-    describe,
-    epoch_samples,
-)
+from megatron.data.build import build_split_datasets, check_sources, describe, epoch_samples
 from megatron.data.datasets.sample import SampleDataset
 from megatron.data.formats.parquet_windows import WindowFile
 from megatron.data.formats.window_names import shard_name
-from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
+from tests.data.samples import micro_batches
 from tests.data.windows_files import counting_windows, padded_windows, write_windows
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
@@ -107,9 +99,7 @@ def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
     kinds = [first >= 1000 for first in first_tokens(datasets.train, 40)]
     assert sum(kinds) == 10 and [source.is_rows for source in plan.train.sources] == [True, False]
     options = BatchOptions(eod_id=0, vocab_size=2000)
-    for batch in MicroBatches(
-        datasets.train, first_sample=0, global_batch_size=40, micro_batch_size=8, options=options
-    ):
+    for batch in micro_batches(datasets.train, 40, 8, options=options):
         for tokens, mask in zip(batch.tokens, batch.loss_mask, strict=True):
             real = int((tokens >= 1000).sum())
             assert mask.tolist() == ([1.0] * (real - 1) + [0.0] * (LENGTH - real + 1) if real else [1.0] * LENGTH)
@@ -118,38 +108,8 @@ def test_windows_and_token_files_in_one_blend(tmp_path: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_name_the_row(windows: str) -> None:
     datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
-    batches = MicroBatches(
-        datasets.train,
-        first_sample=0,
-        global_batch_size=100,
-        micro_batch_size=100,
-        options=BatchOptions(vocab_size=799),
-    )
     with pytest.raises(DataError, match=r"train-00003-of-00004: position 7 of row 24 has id 799, but the vocabulary"):
-        list(batches)
-
-
-def test_padded_batches_and_masked_ends_combine(tmp_path: Path) -> None:
-    path = write_windows(tmp_path / "a.parquet", padded_windows([[5, 9, 6, 9, 7]] * 3, LENGTH))
-    datasets, _ = build(DataConfig(seq_length=LENGTH, valid_data_path=(path,)), (0, 3, 0))
-    options = BatchOptions(eod_id=9, eod_mask_loss=True, segments=True)
-    (batch,) = MicroBatches(
-        datasets.valid["valid"],
-        first_sample=2,
-        global_batch_size=2,
-        micro_batch_size=2,
-        stop_sample=3,
-        options=options,
-    )
-    assert batch.loss_mask.tolist() == [[1, 0, 1, 0, 0, 0, 0, 0], [0] * LENGTH]
-    assert batch.segment_ids is not None and batch.segment_ids[0].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
-
-
-def test_the_record_of_windows_in_a_checkpoint(windows: str, tmp_path: Path) -> None:
-    prefix = write_corpus(tmp_path / "corpus", [5])
-    facts = data_fingerprint(DataConfig(seq_length=LENGTH, data_path=("1", windows, "1", prefix)))
-    assert facts[windows] == {"windows": 100, "tokens_per_window": LENGTH, "sha256": facts[windows]["sha256"]}
-    assert set(facts) == {windows, prefix} and len(facts[windows]["sha256"]) == 64
+        list(micro_batches(datasets.train, 100, 100, options=BatchOptions(vocab_size=799)))
 
 
 def test_errors_detected_before_anything_is_built(windows: str, tmp_path: Path) -> None:
@@ -202,12 +162,6 @@ def test_a_group_of_rows_is_decoded_once_for_a_chunk(windows: str, monkeypatch: 
     assert len(asked) == len(set(asked)) == 4 * 7
 
 
-def test_the_order_of_rows_is_not_that_of_the_files(windows: str) -> None:
-    datasets, _ = build(DataConfig(seq_length=LENGTH, data_path=(windows,), split="1,0,0"), (100, 0, 0))
-    rows = np.array(first_tokens(datasets.train, 100)) // LENGTH
-    assert abs(np.corrcoef(rows, np.arange(100))[0, 1]) < 0.3
-
-
 def test_an_epoch_is_every_row_of_the_training_split(windows: str) -> None:
     data = DataConfig(seq_length=LENGTH, data_path=(windows,), split="80,10,10")
     assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 80
@@ -221,10 +175,3 @@ def test_epochs_of_a_blend_are_refused_with_its_size(windows: str, tmp_path: Pat
     data = DataConfig(seq_length=LENGTH, data_path=("1", windows, "3", other), split="1,0,0")
     with pytest.raises(ConfigError, match=r"2 are blended.* They have 100 \+ 11 samples; use --train-samples 111"):
         epoch_samples(DataRequest(data, LENGTH, 1234))
-
-
-def test_an_epoch_of_token_files_is_what_fits_into_one_pass(tmp_path: Path) -> None:
-    data = DataConfig(seq_length=LENGTH, data_path=(write_corpus(tmp_path / "corpus", [10] * 9),), split="1,0,0")
-    assert epoch_samples(DataRequest(data, LENGTH, 1234)) == 11
-    with pytest.raises(ConfigError, match=r"has 90 tokens, which do not fill one sample of --seq-length 90"):
-        epoch_samples(DataRequest(data, 90, 1234))

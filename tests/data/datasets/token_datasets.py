@@ -1,7 +1,5 @@
 """Datasets of small token files, built as a run would."""
 
-from __future__ import annotations
-
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets
 from megatron.data.sources.source import DataRequest

@@ -1,7 +1,5 @@
 """The golden bytes of a small pair of token files in both layouts, and damaged copies of them."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The bytes of an index for sequences that come in any order and in any pieces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -32,9 +30,3 @@ def test_chunks_in_any_order_give_the_same_file(cuts: list[int]) -> None:
     assert put_together(layout, cuts) == MMAP
     cached = IndexLayout(True, 3, 2, np.dtype("<u2"), tokens=9)
     assert put_together(cached, cuts) == put_together(cached, []) and b"\xff" not in put_together(cached, cuts)
-
-
-def test_modes_follow_the_documents() -> None:
-    layout = IndexLayout(False, 3, 2, np.dtype("<u2"), tokens=9, has_modes=True)
-    assert layout.size_bytes == len(MMAP) + 3
-    assert layout.of_modes(1, np.array([1, 0], np.int8)) == (len(MMAP) + 1, b"\x01\x00")

@@ -1,7 +1,5 @@
 """Writing token files: the golden bytes, chunked tables, and nothing left behind by a failure."""
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 from pathlib import Path
@@ -14,7 +12,6 @@ from megatron.data.formats import indexed_writer
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.indexed_writer import IndexedWriter, width_for
 from megatron.errors import DataError, StorageError
-from tests.data.corpora import write_corpus
 from tests.data.formats.golden_pairs import GOLDEN_BIN, GOLDEN_CACHED_IDX, GOLDEN_IDX
 
 FIXTURE = Path(__file__).parents[4] / "shared/data/megatron_fixture/meg-gpt2-openwebtext_text_document"
@@ -53,19 +50,6 @@ def test_tables_written_in_chunks_equal_those_written_at_once(tmp_path, is_cache
     )
 
 
-def test_batches_and_documents_give_the_same_bytes(tmp_path):
-    write_one = np.arange(20)
-    with IndexedWriter(tmp_path / "documents", np.int32) as writer:
-        writer.add_document([write_one[:5], write_one[5:5], write_one[5:9]])
-        writer.add_document([])
-        writer.add_document([write_one[9:]])
-    with IndexedWriter(tmp_path / "batch", np.int32) as writer:
-        writer.add_batch(write_one, [5, 0, 4, 11], [3, 0, 1])
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"documents.{suffix}").read_bytes() == (tmp_path / f"batch.{suffix}").read_bytes()
-    assert IndexedDataset(tmp_path / "batch").documents.tolist() == [0, 3, 3, 4]
-
-
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_a_pair_without_sequences_can_be_written_and_read(tmp_path, is_cached):
     with IndexedWriter(tmp_path / "empty", np.uint16, is_cached=is_cached):
@@ -96,12 +80,6 @@ def test_an_exception_while_writing_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_an_old_pair_is_replaced_completely(tmp_path):
-    write_corpus(tmp_path / "pair", [2, 2])
-    write_corpus(tmp_path / "pair", [5])
-    assert IndexedDataset(tmp_path / "pair").lengths.tolist() == [5]
-
-
 @pytest.mark.parametrize(
     ("tokens", "lengths", "documents", "message"),
     [
@@ -117,11 +95,6 @@ def test_an_old_pair_is_replaced_completely(tmp_path):
 def test_values_that_do_not_fit_are_rejected(tmp_path, tokens, lengths, documents, message):
     with IndexedWriter(tmp_path / "pair", np.uint16) as writer, pytest.raises(DataError, match=message):
         writer.add_batch(tokens, lengths, documents)
-
-
-def test_float_files_cannot_be_written(tmp_path):
-    with pytest.raises(DataError, match="cannot be written as float32"):
-        IndexedWriter(tmp_path / "pair", np.float32)
 
 
 def test_a_failed_write_names_the_path(tmp_path):

@@ -1,7 +1,5 @@
 """The description next to a pair of token files, and the check that a tokenizer fits it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Both builders of the order of samples."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.data.order import blend, index_map

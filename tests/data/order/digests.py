@@ -1,7 +1,5 @@
 """Digests that stand for golden arrays."""
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The order of blends: golden values, both builders alike."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies

@@ -1,9 +1,6 @@
 """Greedy packing against a plain loop, and its edges."""
 
-from __future__ import annotations
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,10 +39,3 @@ def test_the_order_is_a_shuffle_by_the_seed() -> None:
     assert (packing.rows[:, 1] - packing.rows[:, 0]).tolist() == [3] * 16 + [2]
     assert np.array_equal(pack(np.full(50, 3), 10, 7).order, packing.order)
     assert not np.array_equal(pack(np.full(50, 3), 10, 8).order, packing.order)
-
-
-@pytest.mark.parametrize(("lengths", "rows"), [([11, 12], []), ([10], [[0, 1]]), ([11, 10], [[0, 1]])])
-def test_what_is_too_long_is_in_no_row(lengths: list[int], rows: list[list[int]]) -> None:
-    packing = pack(np.array(lengths), 10, 0)
-    assert packing.skipped == sum(length > 10 for length in lengths)
-    assert [last - first for first, last in packing.rows] == [last - first for first, last in rows]

@@ -1,7 +1,5 @@
 """Packing by best fit: every example once, no row too long, few rows, and the order of the examples kept."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -36,9 +34,3 @@ def test_blocks_are_packed_by_themselves(monkeypatch):
     packed = best_fit(lengths, 60)
     expected = [[40 * block + one for one in row] for block, part in enumerate(whole) for row in rows_of(part)]
     assert rows_of(packed) == expected
-
-
-def test_no_examples_give_no_rows():
-    packed = best_fit(np.array([], np.int64), 10)
-    assert packed.order.tolist() == []
-    assert packed.starts.tolist() == [0]

@@ -1,7 +1,5 @@
 """A blend that changes at a resume: what was consumed stays consumed, of every source."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, describe
 from megatron.data.order.index_map import plan_epochs
-from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
+from megatron.data.order.plan import DataPlan, Phase, PhaseMember
 from megatron.data.sources.source import DataRequest
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
@@ -49,26 +47,6 @@ def of_source(rows, number: int) -> list[list[int]]:
 
 def counts_of(rows) -> list[int]:
     return np.bincount([row[0] // 10_000 for row in rows], minlength=4).tolist()
-
-
-def test_every_source_continues_at_its_position(prefixes):
-    """40 samples at 0.75 : 0.25, then 60 at 0.2 : 0.5 : 0.3 with a third source."""
-    first, plan = build(blend("3", prefixes[0], "1", prefixes[1]), 40)
-    then = blend("2", prefixes[0], "5", prefixes[1], "3", prefixes[2])
-    second, changed = build(then, 100, plan, consumed=40)
-    assert changed.train.phases[0] == plan.train.phases[0] and changed.train.phases[1].consumed == (30, 10)
-    before, after = rows_of(first.train, 0, 40), rows_of(second.train, 40, 100)
-    assert counts_of(before) == [30, 10, 0, 0] and counts_of(after) == [12, 30, 18, 0]
-    for number, count in enumerate((42, 40, 18)):
-        taken = of_source(before + after, number)
-        assert len({tuple(row) for row in taken}) == count
-    assert [second.train.source_of(sample) for sample in range(40, 100)] == [row[0] // 10_000 for row in after]
-    # the order of each source is the one it had at first: 30 and 10 samples in, it continues without a gap
-    for number in (0, 1):
-        order = second.train.newest.datasets[number]
-        assert of_source(before + after, number) == [
-            order[k].tolist() for k in range(len(of_source(after + before, number)))
-        ]
 
 
 def test_a_resume_in_the_new_phase_and_one_before_it_give_the_same_order(prefixes):
@@ -185,46 +163,6 @@ def test_another_range_of_a_file_is_another_source_and_the_line_says_so(prefixes
     _, changed = build(ranges("0:1"), 40, plan, consumed=20)
     assert len(changed.train.sources) == 2 and changed.train.phases[1].consumed == (20,)
     assert "begins at its first sample (its range was [0, 60): the overlap may repeat)" in capsys.readouterr().err
-
-
-def version_1(plan: DataPlan) -> dict[str, object]:
-    """The plan as the version before phases wrote it."""
-
-    def group(one: GroupPlan) -> dict[str, object]:
-        value = json.loads(json.dumps(DataPlan(8, 1, "bigscience", one, (), ()).to_json()))["train"]
-        (phase,) = value.pop("phases")
-        for source, member in zip(value["sources"], phase["members"], strict=True):
-            source["weight"] = member["weight"]
-        return {**value, "blended": phase["blended"]}
-
-    return {**plan.to_json(), "format_version": 1, "train": group(plan.train), "valid": [], "test": []}
-
-
-@pytest.mark.parametrize("words", [("1",), ("3", "1")])
-def test_a_plan_of_the_previous_version_is_read(prefixes, words):
-    pairs = [word for pair in zip(words, prefixes, strict=False) for word in pair]
-    _, plan = build(blend(*(pairs if len(words) > 1 else prefixes[:1])), 20)
-    assert DataPlan.from_json(version_1(plan)) == plan
-
-
-def test_phases_that_name_sources_that_do_not_exist_are_refused(prefixes):
-    _, plan = build(blend(prefixes[0]), 20)
-    value = json.loads(json.dumps(plan.to_json()))
-    value["train"]["phases"][0]["members"][0]["source"] = 1
-    with pytest.raises(
-        DataError, match=r"is incomplete \(ValueError: group train has 1 phases that refer to 1 sources"
-    ):
-        DataPlan.from_json(value)
-    value["train"]["phases"] = []
-    with pytest.raises(DataError, match=r"group train has 0 phases"):
-        DataPlan.from_json(value)
-
-
-def test_nothing_left_to_train_after_a_change(prefixes):
-    _, plan = build(blend("1", prefixes[0], "1", prefixes[1]), 20)
-    datasets, changed = build(blend("1", prefixes[0], "1", prefixes[2]), 20, plan, consumed=20)
-    assert len(datasets.train) == 20 and changed.train.length_of(-1) == 0
-    assert "0 samples (0.00%, target 50.00%) after 10" in describe(datasets, changed)[0]
 
 
 @pytest.fixture(scope="module")

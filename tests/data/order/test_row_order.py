@@ -1,7 +1,5 @@
 """The order of the rows of a source: a permutation of blocks and of the rows in a chunk."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -41,10 +39,3 @@ def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
     assert rows_of(EpochRowOrder(every(50, 4), 16, 3, 1)) != first != rows_of(EpochRowOrder(every(50, 4), 16, 4, 0))
     written_in_plans = [41, 3, 45, 47, 5, 43]
     assert first[:6] == written_in_plans
-
-
-def test_a_chunk_takes_blocks_from_different_places() -> None:
-    chunk = EpochRowOrder(every(1000, 10), 50, 1, 0).chunk(3)
-    blocks = sorted(set((chunk // 10).tolist()))
-    assert len(chunk) == 50 and blocks != list(range(blocks[0], blocks[0] + 5))
-    assert chunk.tolist() != sorted(chunk.tolist())

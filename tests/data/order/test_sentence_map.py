@@ -1,7 +1,5 @@
 """The samples of sentences: golden values of Megatron's own function, for the compiled builder and for Python."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
@@ -126,8 +124,3 @@ def test_the_compiled_builder_checks_everything():
 def test_the_ten_thousandth_number_is_that_of_the_standard() -> None:
     """ISO C++ [rand.predef]: the 10000th invocation of a default `mt19937_64`, whose seed is 5489."""
     assert int(mersenne_numbers(5489, 10_000)[-1]) == 9981545732273789042
-
-
-def test_any_number_of_numbers() -> None:
-    assert len(mersenne_numbers(1, 0)) == 0
-    assert mersenne_numbers(7, 313)[:3].tolist() == mersenne_numbers(7, 3).tolist()

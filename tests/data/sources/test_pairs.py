@@ -4,8 +4,6 @@ The fields and what holds of them are those of upstream's `test_decoder_packed_m
 `test_finetune_t0_non_causal_decoder_get_batch_pipe`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path
@@ -18,19 +16,17 @@ from megatron.data.build import (
     SplitDatasets,
     build_split_datasets,
     check_sources,
-    data_fingerprint,
-    describe,
-    token_file_prefixes,
 )
 from megatron.data.formats.sidecar import Sidecar
-from megatron.data.loader import Batch, BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan, GroupPlan, Phase, PhaseMember
-from megatron.data.sources.pairs import TokenPairs, names_pairs
+from megatron.data.sources.pairs import TokenPairs
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.record import TokenizerRecord
 from tests.data.corpora import write_corpus
+from tests.data.samples import micro_batches
 from tests.data.sidecars import write_sidecar
 from tests.data.token_pairs import TARGET, token_ids, write_pairs
 
@@ -45,21 +41,9 @@ def pairs(tmp_path: Path) -> str:
     return write_pairs(tmp_path / "tasks", LENGTHS)
 
 
-def _build(
-    prefix: str,
-    samples: tuple[int, int, int] = (20, 0, 0),
-    plan: DataPlan | None = None,
-    seed: int = 1234,
-    **flags: object,
-) -> tuple[SplitDatasets, DataPlan]:
+def _build(prefix, samples=(20, 0, 0), plan=None, seed=1234, **flags) -> tuple[SplitDatasets, DataPlan]:
     data = DataConfig(seq_length=LENGTH, data_path=(prefix,), **{"split": "1,0,0", **flags})
     return build_split_datasets(DataRequest(data, LENGTH, seed, samples, plan))
-
-
-def _batches(datasets: SplitDatasets, count: int) -> list[Batch]:
-    assert datasets.train is not None
-    settings = {"first_sample": 0, "global_batch_size": count, "micro_batch_size": 2, "options": OPTIONS}
-    return list(MicroBatches(datasets.train, **settings))
 
 
 def _pairs_of(tokens: np.ndarray) -> list[int]:
@@ -73,7 +57,7 @@ def test_a_row_holds_whole_pairs_and_its_masks_say_which(pairs: str) -> None:
     seen: list[int] = []
     assert plan.train is not None
     epoch = plan.train.sources[0].last
-    for batch in _batches(datasets, epoch - epoch % 2):
+    for batch in micro_batches(datasets.train, epoch - epoch % 2, 2, options=OPTIONS):
         assert batch.tokens.dtype == batch.segment_ids.dtype == np.int64
         assert batch.prefix_mask.dtype == np.bool_ and batch.loss_mask.dtype == np.float32
         for row in range(2):
@@ -115,37 +99,11 @@ def _packed_place(members: list[int]) -> int:
     return order.tolist().index(members[0])
 
 
-def test_each_epoch_has_every_row_in_another_order(pairs: str) -> None:
-    datasets, plan = _build(pairs, (50, 0, 0))
-    assert plan.train is not None and datasets.train is not None
-    rows = plan.train.sources[0].last
-    firsts = [int(datasets.train[sample][0]) for sample in range(len(datasets.train))]
-    assert len(firsts) % rows == 0
-    epochs = [firsts[start : start + rows] for start in range(0, len(firsts), rows)]
-    assert len({tuple(epoch) for epoch in epochs}) == len(epochs) > 1
-    assert {tuple(sorted(epoch)) for epoch in epochs} == {tuple(sorted(epochs[0]))}
-
-
 def test_splits_divide_pairs_not_rows(pairs: str) -> None:
     datasets, _ = _build(pairs, (5, 2, 2), split="70,20,10")
     parts = [datasets.train, datasets.valid["valid"], datasets.test["test"]]
     found = [{pair for sample in range(len(part)) for pair in _pairs_of(part[sample])} for part in parts if part]
     assert [(min(part), max(part)) for part in found] == [(0, 27), (28, 35), (36, 39)]
-
-
-def test_blends_and_weighted_ranges(pairs: str, tmp_path: Path) -> None:
-    other = write_pairs(tmp_path / "other", [(3, 3)] * 30)
-    group = f"TRAIN: 3 0:0.5 {pairs}, 1 0:1 {other}"
-    data = DataConfig(seq_length=LENGTH, train_weighted_split_paths=(group,))
-    datasets, plan = build_split_datasets(DataRequest(data, LENGTH, 1, (40, 0, 0)))
-    assert datasets.train is not None and plan.train is not None
-    sources = [datasets.train.source_of(sample) for sample in range(40)]
-    assert sources.count(0) == 30 and sources.count(1) == 10
-    for sample in range(40):
-        if sources[sample] == 0:
-            assert max(_pairs_of(datasets.train[sample])) < 20
-    lines = describe(datasets, plan)
-    assert f"{pairs} [0, " in lines[0] and "30 samples (75.00%, target 75.00%)" in lines[0] and "rows" in lines[0]
 
 
 def test_a_longer_run_continues_the_stored_order(pairs: str) -> None:
@@ -198,14 +156,6 @@ def test_a_pair_without_inputs_is_not_predicted_from_the_one_before(tmp_path: Pa
     sample = datasets.train.read(0)
     assert sample.loss_mask is not None and sample.prefix_mask is not None and not sample.prefix_mask.any()
     assert sample.loss_mask.tolist() == ([True] * 3 + [False]) * 4
-
-
-def test_what_identifies_pairs(pairs: str) -> None:
-    data = DataConfig(seq_length=LENGTH, data_path=(pairs,))
-    facts = data_fingerprint(data)[pairs]
-    assert (facts["pairs"], facts["tokens"]) == (40, sum(map(sum, LENGTHS))) and len(str(facts["sha256"])) == 64
-    assert token_file_prefixes(data) == [f"{pairs}_inputs_document", f"{pairs}_targets_document"]
-    assert names_pairs(pairs) and not names_pairs(pairs + "_inputs_document")
 
 
 def test_sources_and_objectives_that_do_not_go_together(pairs: str, tmp_path: Path) -> None:

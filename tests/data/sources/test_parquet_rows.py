@@ -1,7 +1,5 @@
 """Parquet windows as rows of training: which labels count, in which files, and everything that is wrong with them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -13,13 +11,7 @@ from megatron.data.formats.window_names import shard_name
 from megatron.data.sources import parquet_rows
 from megatron.data.sources.parquet_rows import ParquetRows
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.record import TokenizerRecord
-from tests.data.windows_files import (
-    counting_windows,
-    padded_windows,
-    write_foreign_windows,
-    write_windows,
-)
+from tests.data.windows_files import counting_windows, padded_windows, write_foreign_windows, write_windows
 
 pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 
@@ -93,13 +85,6 @@ def test_the_fingerprint_depends_on_content_not_on_location(tmp_path: Path) -> N
     assert one.fingerprint == two.fingerprint
     write_windows(tmp_path / "two" / "a.parquet", counting_windows(6, 4, first=1))
     assert ParquetRows(str(tmp_path / "two" / "a.parquet")).fingerprint != one.fingerprint
-
-
-def test_the_tokenizers_that_made_the_windows_are_known(tmp_path: Path) -> None:
-    record = TokenizerRecord("tiny", "abc", 600, 7)
-    for number in range(2):
-        write_windows(tmp_path / shard_name("wt", number, 2), counting_windows(2, 4), tokenizer=record)
-    assert ParquetRows(str(tmp_path / "wt")).tokenizers == (record,)
 
 
 def broken(kind: str) -> Windows:

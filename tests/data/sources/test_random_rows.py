@@ -1,7 +1,5 @@
 """Random ids instead of data."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

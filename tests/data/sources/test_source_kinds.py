@@ -1,7 +1,5 @@
 """What a data prefix names: layouts of token files, and fingerprints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

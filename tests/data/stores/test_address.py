@@ -1,7 +1,5 @@
 """Addresses of document stores, and JSON files that contain them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

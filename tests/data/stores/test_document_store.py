@@ -1,9 +1,6 @@
 """Documents are fetched by number from one index space, the same from every database."""
 
-from __future__ import annotations
-
 import multiprocessing
-import threading
 
 import pytest
 
@@ -115,24 +112,6 @@ def test_a_document_without_text_is_named(database: Database) -> None:
         store.fetch(2)
 
 
-def test_threads_read_at_once(database: Database) -> None:
-    write_web_and_news(database)
-    store = open_store(database.address("web", "news"))
-    wrong = []
-
-    def read(first: int) -> None:
-        if [store.fetch(number) for number in range(first, 40, 4)] != WEB[first::4]:
-            wrong.append(first)
-
-    threads = [threading.Thread(target=read, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    store._backend.close()  # the next read opens it again
-    assert wrong == [] and store[0] == WEB[0]
-
-
 def test_a_forked_process_uses_its_own_connection(sqlite_database: Database) -> None:
     write_web_and_news(sqlite_database)
     store = open_store(sqlite_database.address("web"))
@@ -144,12 +123,6 @@ def test_a_forked_process_uses_its_own_connection(sqlite_database: Database) -> 
     assert queue.get() == [WEB[5], 2]
     child.join()
     assert store[4] == WEB[4]
-
-
-def test_many_documents_are_iterated_in_order(sqlite_database: Database) -> None:
-    texts = [str(number) for number in range(1000)]
-    sqlite_database.write({"web": numbered(texts[:900]), "news": numbered(texts[900:])})
-    assert list(open_store(sqlite_database.address("web", "news"))) == texts
 
 
 def test_a_store_can_be_sent_to_another_process(database: Database) -> None:

@@ -1,7 +1,5 @@
 """MongoDB servers that cannot be reached, and a missing driver."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Stores of prompts and answers: found by their columns, read in order, refused with what is missing."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.data.stores.address import StoreAddress

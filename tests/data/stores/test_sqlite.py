@@ -1,7 +1,5 @@
 """SQLite files as stores: never modified, with clear errors."""
 
-from __future__ import annotations
-
 import sqlite3
 from pathlib import Path
 

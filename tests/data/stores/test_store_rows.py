@@ -1,7 +1,5 @@
 """Documents of a store as rows of training: encoded when they are read, the same from any database."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -11,14 +9,12 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data.build import build_split_datasets, check_sources, data_fingerprint, describe
-from megatron.data.loader import BatchOptions, MicroBatches
 from megatron.data.order.plan import DataPlan
 from megatron.data.sources.source import DataRequest, SourceUse
 from megatron.data.stores.store_rows import DocumentEncoder, StoreRows
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.library import Tokenizer
 from megatron.tokenizers.tokenizer import build_tokenizer
-from tests.data.corpora import write_corpus
 from tests.data.databases import Database, new_database, numbered
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
 
@@ -87,30 +83,6 @@ def test_any_database_with_the_same_documents_continues_the_order(
         ]
     assert [segment.rows for segment in extended.train.sources[0].segments] == [40, 40]
     assert extended.train.sources[0].prefix == str(config)
-
-
-def test_other_documents_do_not_continue_the_order(database: Database, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    database.write({"web": numbered(TEXTS), "fewer": numbered(TEXTS[:39]), "other": numbered(["x", *TEXTS[1:]])})
-    _, plan = build(database.address("web"), tokenizer)
-    for name in ("fewer", "other"):
-        with pytest.raises(DataError, match="The training data differs from the run to resume"):
-            build(database.address(name), tokenizer, plan=plan)
-
-
-def test_a_blend_of_a_store_and_token_files(database: Database, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    database.write({"web": numbered(TEXTS)})
-    prefix = write_corpus(tmp_path / "corpus", [40] * 8)
-    datasets, _ = build("", tokenizer, data_path=("1", database.base, "1", prefix))
-    options = BatchOptions(eod_id=tokenizer.eod_id, vocab_size=400, eod_mask_loss=True)
-    batches = list(
-        MicroBatches(datasets.train, first_sample=0, global_batch_size=40, micro_batch_size=40, options=options)
-    )
-    padded = (batches[0].labels == tokenizer.eod_id).sum(axis=1) > 1
-    assert padded.sum() == 20
-    for labels, mask in zip(batches[0].labels[padded], batches[0].loss_mask[padded], strict=True):
-        assert mask.sum() == np.flatnonzero(labels == tokenizer.eod_id)[0] + 1
-    assert (batches[0].loss_mask[~padded] == 1).all()
-    assert (tmp_path / "index-cache").is_dir()
 
 
 def test_truncated_documents_are_reported_once(

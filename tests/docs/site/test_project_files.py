@@ -1,7 +1,5 @@
 """Links from pages to files outside of docs/ lead to their copies in the site."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -27,7 +27,7 @@ HALF = 3
 def test_without_the_package_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(
-        ConfigError, match=r"--use-bnb-optimizer needs the package bitsandbytes.*pip install bitsandbytes"
+        ConfigError, match=r"--use-bnb-optimizer requires the package bitsandbytes.*pip install bitsandbytes"
     ):
         build_eight_bit_adamw([], lr=RATE, betas=BETAS)
 

@@ -9,7 +9,6 @@ from megatron.observe.console import (
     perplexity,
     size_line,
     task_lines,
-    trained_line,
 )
 from tests.train.samples import Measured
 
@@ -23,11 +22,6 @@ def test_task_lines_show_standard_errors_where_there_are_some() -> None:
 def test_perplexity_is_capped() -> None:
     assert perplexity(1000.0) == math.exp(20.0)
     assert math.isnan(perplexity(math.nan))
-
-
-def test_trained_line() -> None:
-    text = "trained parameters: 12,704 of 50,240 (25.3 %); the others are frozen (--freeze)"
-    assert trained_line(12_704, 50_240) == text
 
 
 def test_size_line() -> None:

@@ -1,7 +1,5 @@
 """Templates that try to read, to hang or to fill the memory, and those that only look like it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -21,7 +19,7 @@ from megatron.errors import ConfigError, DataError
 from megatron.tokenizers.chat import rendering, sandbox
 from megatron.tokenizers.chat.named import SOURCES
 from megatron.tokenizers.chat.sandbox import BoundedTemplate, RenderJob, RenderPart
-from tests.tokenizers.chat.hostile_templates import REPORTED, generated
+from tests.tokenizers.chat.hostile_templates import REPORTED
 
 MESSAGES = [{"role": "user", "content": "hello world"}]
 
@@ -31,14 +29,9 @@ TOO_MUCH = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a long range": "{{ range(10 ** 9)|length }}",
     "a product": "{{ 'a' * 10 ** 9 }}",
-    "a product of a list": "{{ ([1] * 10 ** 9)|length }}",
     "doubling by +": REPEATED % "n.s + n.s",
-    "doubling lists": REPEATED % "[n.s, n.s]",
     "a power": "{{ 9 ** 99999 }}",
-    "a wide format": "{{ '%1000000000d' % 1 }}",
-    "indent of many lines": "{{ ('a\\n' * 50000)|indent(999) }}",
     "replace": "{% set s = 'a' * 2000 %}{{ s.replace('a', s).replace('a', s) }}",
-    "join": "{% set s = 'a' * 100000 %}{{ s.join(range(99999)) }}",
     "macros that call each other": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
     "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -49,13 +42,9 @@ FORBIDDEN = {
     "Python's classes": "{{ ''.__class__.__mro__ }}x{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "a message's class": "{{ messages.__class__.__base__.__subclasses__() }}",
     "a macro's globals": "{% macro f() %}{% endmacro %}{{ f._func.__globals__ }}{{ f.__globals__['x'] }}",
-    "a namespace's init": "{{ namespace.__init__.__globals__.x }}",
     "changing messages": "{% set _ = messages.append(1) %}",
-    "changing a message": "{% set _ = messages[0].update({'a': 1}) %}",
     "another file": "{% include '/etc/passwd' %}",
     "an import": "{% import '/etc/passwd' as x %}",
-    "a base": "{% extends '/etc/passwd' %}",
-    "lipsum": "{{ lipsum() }}",
     "cycler": "{{ cycler(1) }}",
     "an unknown filter": "{{ 1|attr('real') }}",
     "an unclosed block": "{% for one in messages %}",
@@ -108,15 +97,6 @@ def test_too_much_work_is_refused_and_takes_no_memory() -> None:
     assert used_bytes() - before < 64 << 20
 
 
-@pytest.mark.usefixtures("short_time")
-def test_generated_templates_end_and_take_no_memory(pytestconfig: pytest.Config) -> None:
-    """A hundredth of the cases here; `--cases 20000` takes 200 templates, two minutes."""
-    before = used_bytes()
-    for seed in range(pytestconfig.getoption("--cases") // 100):
-        refusal(generated(seed))
-    assert used_bytes() - before < 64 << 20
-
-
 def test_what_only_looks_like_much_is_rendered() -> None:
     for source, text in HARMLESS.items():
         assert BoundedTemplate(source, "the template").render({"messages": MESSAGES}) == text
@@ -125,10 +105,7 @@ def test_what_only_looks_like_much_is_rendered() -> None:
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        (
-            SLOW,
-            r"^the template: it takes more than 0\.105 seconds\. Use a simpler chat template, or a built-in",
-        ),
+        (SLOW, r"^the template: it takes more than 0\.105 seconds\. Use a simpler chat template, or a built-in"),
         ("{{ [1] * 10 ** 9 }}", r"^the template: it needs more than 256 MB of memory\. Use"),
         ("{{ 'a' * 999999 }}", r"^the template: it renders more than 26\d,\d{3} bytes\. Use"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "^the template: it is nested too deeply"),
@@ -273,16 +250,6 @@ def test_child_and_this_process_write_the_same(source: str, monkeypatch: pytest.
     assert BoundedTemplate(source, "the template").render(variables, now) == expected
 
 
-def test_beginnings_are_sent_as_their_length() -> None:
-    template = BoundedTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", "the template")
-    job = RenderJob(
-        {"messages": [{"content": "ab"}, {"content": "c"}]},
-        datetime(2024, 7, 26),
-        [RenderPart(2), RenderPart(1), RenderPart(0)],
-    )
-    assert template.outcomes([job]) == [["abc", 2, 0]]
-
-
 @pytest.mark.parametrize("source", FORBIDDEN.values(), ids=FORBIDDEN.keys())
 def test_what_templates_have_no_need_of_is_refused(source: str) -> None:
     with pytest.raises(ConfigError, match="the template"):
@@ -304,17 +271,6 @@ def test_errors_name_the_line_and_what_is_wrong():
 def test_refusal_of_a_conversation_is_an_error_of_the_data():
     with pytest.raises(DataError, match="the template rejects the conversation: 'only one message, please'"):
         BoundedTemplate("{{ raise_exception('only one message, please') }}", "the template").render({})
-
-
-def test_long_conversations_are_not_too_much():
-    messages = [{"role": "user", "content": "word " * 20_000}] * 50
-    source = "{% for m in messages %}{{ '<' + m.role + '>' ~ (m.content|trim).replace('x', 'y') ~ '\\n' }}{% endfor %}"
-    assert len(BoundedTemplate(source, "the template").render({"messages": messages})) == 50 * 100_006
-
-
-def test_budget_is_new_for_each_conversation():
-    template = BoundedTemplate("{% for i in range(9999) %}{% endfor %}{{ messages|length }}", "the template")
-    assert {template.render({"messages": MESSAGES}) for _ in range(6)} == {"1"}
 
 
 def test_generation_blocks_are_marked():

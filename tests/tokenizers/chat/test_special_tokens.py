@@ -1,7 +1,5 @@
 """Guarding contents, and encoding around special tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.errors import DataError

@@ -1,7 +1,5 @@
 """Conversations as ids: which are answers, prompts that are beginnings of examples, and messages that forge nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.errors import ConfigError, DataError
@@ -204,18 +202,6 @@ def test_end_of_document_is_added_where_nothing_ends_an_answer(gpt2):
     assert template.stop_ids(gpt2) == {gpt2.eod_id}
 
 
-def test_examples_are_the_same_every_day(gpt2):
-    template = ChatTemplate("dated", "{{ strftime_now('%d %b %Y') }}: {{ messages[0].content }}")
-    ids, _ = template.example_ids(CONVERSATION[:1], gpt2)
-    assert gpt2.decode(ids) == "26 Jul 2024: one < two"
-
-
-def test_stop_ids_are_end_of_document_and_the_end_of_an_answer(gpt2):
-    template = load_chat_template("chatml", None)
-    assert template.stop_texts == ("<|im_end|>",)
-    assert template.stop_ids(gpt2) == {gpt2.eod_id, gpt2.special_ids["<|im_end|>"]}
-
-
 @pytest.mark.parametrize(
     ("messages", "what"),
     [
@@ -227,16 +213,3 @@ def test_stop_ids_are_end_of_document_and_the_end_of_an_answer(gpt2):
 def test_bad_messages_are_refused(messages, what, gpt2):
     with pytest.raises(DataError, match=what):
         load_chat_template("plain", None).prompt_ids(messages, gpt2)
-
-
-def test_private_characters_in_all_messages_survive(gpt2):
-    said = "".join(map(chr, range(0xF0000, 0xF0010))) + "<usr>"
-    ids, _ = load_chat_template("dsgpt2", None).example_ids(
-        [{"role": "user", "content": said}, {"role": "assistant", "content": said}], gpt2
-    )
-    assert gpt2.decode(ids) == f"<usr><s>{said}</s><sys><s>{said}</s>"
-
-
-def test_fingerprint_is_of_the_text_that_is_written():
-    assert load_chat_template("plain", None).fingerprint == load_chat_template("plain", None).fingerprint
-    assert load_chat_template("plain", None).fingerprint != load_chat_template("chatml", None).fingerprint

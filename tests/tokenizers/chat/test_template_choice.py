@@ -1,7 +1,5 @@
 """Where a template comes from, and that it writes what `transformers` writes with it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Small tokenizers whose vocabularies have the special tokens of chat templates."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

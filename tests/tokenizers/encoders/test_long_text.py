@@ -1,7 +1,5 @@
 """Texts of many megabytes: pieces give the ids of the whole, and only where that is certain."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

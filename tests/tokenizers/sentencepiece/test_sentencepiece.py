@@ -1,7 +1,5 @@
 """SentencePiece models: the ids of the `sentencepiece` package with every encoder, and upstream's special ids."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizers.encoders.fast_encoder import FastEncoder, edge_cases
+from megatron.tokenizers.encoders.fast_encoder import edge_cases
 from megatron.tokenizers.encoders.long_text import LongText
 from megatron.tokenizers.tokenizer import Tokenizer, TokenizerChoice, build_tokenizer
 from tests.helpers.sentencepiece_models import TYPES, load, write_model
@@ -104,32 +102,6 @@ def test_long_texts_may_be_split_before_spaces(
 def encode_pieces(tokenizer: Tokenizer, text: str) -> list[int]:
     first, *rest = LongText(bytearray(text.encode())).chunks(60)
     return [*tokenizer.encode(first), *(token for piece in rest for token in tokenizer.encode_rest(piece).tolist())]
-
-
-def test_without_gigatoken_the_ids_are_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_model(tmp_path)
-    fast = load(path)
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
-    slow = load(path)
-    assert (fast.library, slow.library) == ("gigatoken", "sentencepiece")
-    assert "gigatoken is not installed" in capsys.readouterr().err
-    assert fast.encode(hard_documents()[0]) == slow.encode(hard_documents()[0])
-
-
-def test_a_disagreeing_gigatoken_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    honest = FastEncoder.encode_flat
-
-    def wrong(self: FastEncoder, texts: list[str]) -> Any:
-        ids, lengths = honest(self, texts)
-        return (ids ^ 1 if len(ids) else ids), lengths
-
-    monkeypatch.setattr(FastEncoder, "encode_flat", wrong)
-    assert load(write_model(tmp_path)).library == "sentencepiece"
-    assert "gigatoken gives other ids" in capsys.readouterr().err
 
 
 def test_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

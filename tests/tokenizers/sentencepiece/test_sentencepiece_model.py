@@ -1,7 +1,5 @@
 """SentencePiece model files as data: damaged ones, and those that only sentencepiece can read."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

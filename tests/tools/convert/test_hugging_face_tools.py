@@ -24,12 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def section() -> list[str]:
     """The commands of the guide's first section, one block after another."""
-    text = (
-        (ROOT / "docs" / "hugging_face.md")
-        .read_text()
-        .partition("## Bring a model, take it away")[2]
-        .partition("\n## ")[0]
-    )
+    text = (ROOT / "docs" / "hugging_face.md").read_text().partition("## Import and export")[2].partition("\n## ")[0]
     found: list[str] = re.findall(r"```bash\n(.*?)```", text, flags=re.S)
     return found
 

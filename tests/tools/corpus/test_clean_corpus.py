@@ -116,7 +116,7 @@ def test_flags_that_contradict_each_other(tmp_path: Path) -> None:
     for sentence in (
         "--min-tokens 128 requires --tokenizer-type",
         "--min-words 9 is more than --max-words 8",
-        "--keep-curly-quotes only affects --fix-text",
+        "--keep-curly-quotes requires --fix-text",
     ):
         assert sentence in done.stderr.decode()
     done = run(tmp_path, "--input", "none.jsonl", "--output", "out.jsonl")

@@ -121,7 +121,7 @@ def test_bad_lines_stop_or_are_skipped(tmp_path: Path, choice: TokenizerChoice) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
     assert done.returncode == 0 and b"Processed 3 documents" in done.stderr
-    assert b"2 documents" in done.stderr and b"1 bad lines skipped" in done.stderr
+    assert b"2 documents" in done.stderr and b"1 bad lines" in done.stderr
 
 
 def test_flags_of_other_forks_are_accepted_with_a_warning(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerCho
         (["--input", "none.jsonl"], "--input none.jsonl cannot be read"),
         (["--input", "in.jsonl", "--workers", "0"], "--workers 0 is out of range"),
         (["--input", "in.jsonl", "--dataset-impl", "best"], "--dataset-impl best is unknown"),
-        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "unknown --tokenizer-type Parrot"),
+        (["--input", "in.jsonl", "--tokenizer-type", "Parrot"], "--tokenizer-type Parrot is unknown"),
         (["--input", "in.jsonl", "--split-sentences", "--lang", "x"], "--lang x is not a language"),
         (["--input", "in.jsonl", "--json-keys", "a", "a"], "contains a key twice"),
         (

@@ -197,9 +197,8 @@ def test_what_the_programs_refuse(corpus: TinyCorpus, ran: Ran) -> None:
             strict=True,
         )
     )
-    assert (
-        found["objective"][0] == ExitCode.USAGE and "this program is for --objective multitask" in found["objective"][1]
-    )
+    code, message = found["objective"]
+    assert code == ExitCode.USAGE and "this program requires --objective multitask" in message
     assert found["no pairs"][0] == ExitCode.DATA and "tiny_text_document_inputs_document.idx" in found["no pairs"][1]
     assert found["resumed as causal"][0] == ExitCode.USAGE and "--objective" in found["resumed as causal"][1]
-    assert found["weights"][0] == ExitCode.USAGE and "is for --objective prefix" in found["weights"][1]
+    assert found["weights"][0] == ExitCode.USAGE and "requires --objective prefix" in found["weights"][1]

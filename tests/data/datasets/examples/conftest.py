@@ -1,7 +1,5 @@
 """Fixtures of the tests of examples: a tokenizer, and files of conversations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of examples: found, read lazily in every form, fingerprinted, and refused with the line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

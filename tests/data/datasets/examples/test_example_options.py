@@ -1,7 +1,5 @@
 """Which flags concern examples."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.config.objective.finetuning import FinetuningConfig

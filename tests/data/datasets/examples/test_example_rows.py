@@ -1,7 +1,5 @@
 """Rows of examples: padded or packed, what counts as a label, what is cut, and every example in exactly one row."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -24,18 +22,6 @@ def examples(write, tokenizer, tmp_path):
 def rows_of(examples, tmp_path, first=0, last=40, length=LENGTH, **options):
     chosen = {"pack": False, "on_targets_only": True, **options}
     return ExampleRows(examples, first, last, length, cache=IndexCache(tmp_path / "cache"), **chosen)
-
-
-def stretches(tokens, mask, segments):
-    """The examples in a row: ids and which of them count as labels."""
-    found = []
-    for segment in range(int(segments.max()) + 1):
-        places = np.flatnonzero(segments == segment)
-        if len(places) == 0 or not (mask & (segments == segment)).any():
-            continue
-        inside = slice(places[0], places[-1] + 2)
-        found.append((tokens[inside].tolist(), mask[places[0] : places[-1] + 1].tolist()))
-    return found
 
 
 def test_a_row_is_one_example_and_padding(examples, tmp_path, tokenizer):
@@ -131,18 +117,3 @@ def test_what_is_cut_is_counted_and_named(write, tokenizer, tmp_path, capsys):
     kept = examples.ids(40)[-(LENGTH + 1) :]
     assert tokens[0].tolist() == kept.tolist()
     assert mask[0].sum() == examples.is_answer(40).sum()
-
-
-def test_fill_ratio_of_random_lengths_is_high(write, tokenizer, tmp_path, capsys):
-    rows = rows_of_random(write, tokenizer, tmp_path)
-    rows.report("train")
-    filled = float(capsys.readouterr().err.rpartition("% filled")[0].rpartition(" ")[2])
-    assert filled > 95
-
-
-def rows_of_random(write, tokenizer, tmp_path):
-    drawn = np.random.default_rng(3)
-    path = write([{"prompt": "q", "answer": "a" + " b" * int(drawn.integers(40))} for _ in range(300)])
-    cache = IndexCache(tmp_path / "cache")
-    examples = TokenizedExamples(path, RecordSource.of_files(path), load_chat_template("plain", None), tokenizer, cache)
-    return rows_of(examples, tmp_path, 0, 300, length=127, pack=True)

@@ -1,7 +1,5 @@
 """Every form of a record gives the same messages, and what is no example is refused with what must hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.data.datasets.examples.records import example_of, with_copied_prompts

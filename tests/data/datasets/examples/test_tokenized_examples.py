@@ -1,12 +1,9 @@
 """Examples as cached ids: those of the template, made once, found to be bad at the start, noticed when changed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from megatron.data.datasets.examples.example_rows import ExampleRows
 from megatron.data.datasets.examples.tokenized_examples import RecordSource, TokenizedExamples
 from megatron.data.order.index_cache import IndexCache
 from megatron.data.stores.store_source import stored_records
@@ -75,17 +72,6 @@ def test_ids_are_made_again_with_another_end_of_document(write, tmp_path):
     assert found[0] == found[1], "the same data to a run that resumes, whose checkpoint knows the end of a document"
 
 
-def test_packed_rows_are_made_again_with_other_ids(write, tokenizer, tmp_path):
-    examples = opened(write(PAIRS), tokenizer, tmp_path)
-    kept = []
-    for key in ({"a": 1}, {"a": 2}):
-        examples.key = key
-        cache = IndexCache(tmp_path / "rows")
-        ExampleRows(examples, 0, len(examples), 64, pack=True, on_targets_only=True, cache=cache)
-        kept.append(len(list((tmp_path / "rows").iterdir())))
-    assert kept[1] > kept[0]
-
-
 def test_an_example_without_a_token_of_an_answer_is_refused(write, tokenizer, tmp_path):
     """By a template that leaves out some answers; it took the place of the answer before."""
     source = (
@@ -128,12 +114,6 @@ def test_bad_records_are_refused_with_file_and_line(write, tokenizer, tmp_path):
         opened(write(PAIRS), tokenizer, tmp_path, load_chat_template("chatml", None))
 
 
-def test_conversations_that_end_without_an_answer_are_reported(write, tokenizer, tmp_path, capsys):
-    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-    opened(write([*PAIRS, {"messages": messages}]), tokenizer, tmp_path)
-    assert "1 of 30 conversations" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["sqlite", "mongomock"])
 def test_pairs_of_a_store_are_those_of_a_file(kind, write, tokenizer, tmp_path):
     pairs = [(pair["prompt"], pair["answer"]) for pair in PAIRS]
@@ -146,13 +126,3 @@ def test_pairs_of_a_store_are_those_of_a_file(kind, write, tokenizer, tmp_path):
     for number in range(len(PAIRS)):
         assert found.ids(number).tolist() == expected.ids(number).tolist()
     assert found.locate(21).endswith(":21")
-
-
-def test_the_record_that_a_template_refuses_is_named(write, tokenizer, tmp_path):
-    refusing = ChatTemplate(
-        "mine",
-        "{% for one in messages %}{{ one.content }}{% if 'no' in one.content %}{{ 1 / 0 }}{% endif %}:{% endfor %}",
-    )
-    path = write([{"prompt": f"{'no' if place == 40 else 'yes'} {place}", "answer": "a"} for place in range(70)])
-    with pytest.raises(ConfigError, match=r":41: the chat template mine fails on a conversation: ZeroDivisionError"):
-        opened(path, tokenizer, tmp_path, refusing)

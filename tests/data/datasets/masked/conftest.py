@@ -1,7 +1,5 @@
 """A vocabulary and files of sentences, made once."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron.data.datasets.masked.vocabulary import MaskedVocabulary

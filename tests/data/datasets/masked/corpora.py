@@ -1,7 +1,5 @@
 """A small WordPiece vocabulary and token files of sentences for tests of masked samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,22 +1,20 @@
 """Masked samples from the data flags: splits by documents, blends, passes, resumed orders, and wrong data."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
 import pytest
 
 from megatron.config import DataConfig, MaskingConfig
-from megatron.data.build import build_split_datasets, check_sources, describe, epoch_samples
+from megatron.data.build import build_split_datasets, check_sources, epoch_samples
 from megatron.data.datasets.masked.masked_options import MaskedOptions
-from megatron.data.loader import BatchOptions, MicroBatches
+from megatron.data.loader import BatchOptions
 from megatron.data.order.plan import DataPlan
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map
 from megatron.data.sources.source import DataRequest, SourceUse
-from megatron.data.sources.source_kinds import open_source
 from megatron.errors import ConfigError, DataError
 from tests.data.datasets.masked.corpora import VOCABULARY, write_sentences, write_texts
+from tests.data.samples import batches_of_ranks
 
 LENGTH, SEED = 32, 1234
 KINDS = ("sentences", "documents", "stream")
@@ -40,20 +38,6 @@ def built(data, kind, tokenizer, samples=(60, 8, 0), plan=None, **more):
 
 def data_of(*paths, **more):
     return DataConfig(seq_length=LENGTH, data_path=paths, split="80,20,0", **more)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_splits_are_cut_by_documents(prefixes, word_tokenizer, kind):
-    datasets, plan = built(data_of(prefixes[0]), kind, word_tokenizer)
-    (source,), (valid,) = plan.train.sources, plan.valid[0].sources
-    if kind == "sentences":
-        assert (source.first, source.last, valid.first, valid.last) == (0, 40, 40, 50)
-        assert source.is_mapped and not source.is_rows
-    else:
-        assert source.is_rows and len(datasets.train) % (source.last - source.first) == 0
-    assert len(datasets.train) >= 60 and len(datasets.valid["valid"]) >= 8
-    (line, _) = describe(datasets, plan)
-    assert f"{source.pass_samples(LENGTH):,} {'samples' if source.is_mapped else 'rows'}" in line
 
 
 def test_the_order_of_sentences_is_upstreams(prefixes, word_tokenizer):
@@ -113,22 +97,7 @@ def test_ranks_share_a_batch_without_overlap(prefixes, word_tokenizer, kind):
     )
 
     def rows(ranks):
-        batches = [
-            list(
-                MicroBatches(
-                    datasets.train,
-                    first_sample=8,
-                    global_batch_size=8,
-                    micro_batch_size=2,
-                    dp_rank=rank,
-                    dp_size=ranks,
-                    stop_sample=14,
-                    options=settings,
-                )
-            )
-            for rank in range(ranks)
-        ]
-        return [batch for step in zip(*batches, strict=True) for batch in step]
+        return batches_of_ranks(datasets.train, ranks, 8, 2, first=8, stop_sample=14, options=settings)
 
     for one, two in zip(rows(1), rows(2), strict=True):
         for name in ("sample_ids", "tokens", "labels", "loss_mask", "segment_ids", "token_types", "predicted"):
@@ -153,13 +122,6 @@ def test_data_that_fit_no_masked_samples(prefixes, word_tokenizer, tmp_path):
     with pytest.raises(ConfigError, match=r"mongodb://host/database is not a token file"):
         check_sources(data_of("mongodb://host/database"), SourceUse(LENGTH, "masked"))
     check_sources(data_of(*prefixes[:1]), SourceUse(LENGTH, "masked"))
-
-
-def test_samples_without_parts_need_no_pairs(word_tokenizer, tmp_path):
-    texts = write_texts(tmp_path / "web", [5, 9, 20])
-    options = MaskedOptions(MaskingConfig(), pairs=False)
-    request = DataRequest(data_of(texts.prefix), LENGTH, SEED, tokenizer=word_tokenizer, masked=options)
-    assert open_source(texts.prefix, request).plan(0, 3, "train").tokens == 3 * LENGTH
 
 
 def test_a_plan_of_another_kind_of_samples_is_refused(prefixes, word_tokenizer):

@@ -1,7 +1,5 @@
 """Hidden phrases: whole words, no more than asked for, never a separator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
@@ -35,31 +33,6 @@ def test_what_is_hidden(vocabulary, text, share, ngrams, seed):
         assert len(set(word) & set(hidden)) in (0, len(word))
     if ngrams == 1 and words and min(map(len, words)) <= share * len(text):
         assert hidden
-
-
-@settings(max_examples=20, deadline=None)
-@given(TEXTS, SEEDS)
-def test_shares_of_what_is_shown(vocabulary, text, seed):
-    for given_shares, expected in (
-        ({"random_replace_prob": 0.0, "unmask_replace_prob": 0.0}, lambda hidden: np.full(len(hidden), MASK)),
-        ({"random_replace_prob": 0.0, "unmask_replace_prob": 1.0}, lambda hidden: text[hidden]),
-    ):
-        rules = MaskingConfig(mask_prob=0.5, whole_word_masking=False, **given_shares)
-        shown, hidden = mask_spans(text, len(text), rules, vocabulary, np.random.RandomState(seed))
-        assert shown[hidden].tolist() == expected(hidden).tolist()
-
-
-def test_the_shares_of_upstream(vocabulary):
-    random, rules = np.random.RandomState(3), MaskingConfig()
-    text = np.array([CLS, *random.randint(FIRST_WORD, FIRST_WORD + WORDS, 509), SEP])
-    counts = {"hidden": 0, "mask": 0, "same": 0}
-    for seed in range(60):
-        shown, hidden = mask_spans(text, len(text), rules, vocabulary, np.random.RandomState(seed))
-        counts["hidden"] += len(hidden)
-        counts["mask"] += int((shown[hidden] == MASK).sum())
-        counts["same"] += int((shown[hidden] == text[hidden]).sum())
-    assert counts["hidden"] == 60 * 76  # 0.15 of 511 tokens, rounded down
-    assert abs(counts["mask"] / counts["hidden"] - 0.8) < 0.02 and abs(counts["same"] / counts["hidden"] - 0.1) < 0.02
 
 
 RULES = MaskingConfig(masked_samples="documents")
@@ -124,9 +97,3 @@ def test_no_more_than_the_most_are_hidden(vocabulary):
     rules = MaskingConfig(masked_samples="stream", mask_prob=0.99, random_replace_prob=0.0, unmask_replace_prob=0.0)
     shown, hidden = mask_tokens(text, np.ones(50, bool), 7, rules, vocabulary, sample_numbers(1, 1, 50))
     assert hidden.sum() == 7 and (shown == MASK).sum() == 7
-
-
-def test_samples_have_numbers_of_their_own():
-    numbers = {tuple(sample_numbers(seed, sample, 3).tolist()) for seed in (1, 2) for sample in range(50)}
-    assert len(numbers) == 100
-    assert sample_numbers(1, 2, 5)[:3].tolist() == sample_numbers(1, 2, 3).tolist()

@@ -1,7 +1,5 @@
 """Sentence pairs: every sample as a plain implementation of upstream's description makes it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from megatron.data.order.index_cache import IndexCache
 from megatron.data.order.plan import Segment
 from megatron.data.order.sentence_map import SentenceRules, build_sentence_map
 from megatron.errors import DataError
-from tests.data.datasets.masked.corpora import CLS, SEP, write_sentences
+from tests.data.datasets.masked.corpora import write_sentences
 from tests.data.datasets.masked.upstream_sample import plain_sample
 
 LENGTH, SEED = 40, 1234
@@ -44,21 +42,6 @@ def test_samples_are_those_of_the_description(sentences, vocabulary, tmp_path, p
     assert seen["short"] and seen["cut"] and (not pairs or 0.3 < seen["swapped"] / len(table) < 0.7)
 
 
-def test_labels_are_the_text_and_padding_is_a_segment_of_its_own(sentences, vocabulary, tmp_path):
-    file = opened(sentences, vocabulary, tmp_path)
-    rows = len(file.table(0, len(file), 1, SEED))
-    sample = SentenceDataset(file, 0, len(file), [Segment(1, SEED, rows)]).read(3)
-    shown = ~sample.loss_mask
-    assert (
-        (sample.tokens == sample.labels)[shown].all() and sample.labels[0] == CLS and (sample.labels == SEP).sum() == 2
-    )
-    used = int((sample.segment_ids == 0).sum())
-    assert not sample.labels[used:].any() and sample.labels[used - 1] == SEP and sample.segment_ids[used:].all()
-    assert {array.dtype for array in (sample.tokens, sample.labels, sample.segment_ids, sample.token_types)} == {
-        np.dtype(np.int64)
-    }
-
-
 def test_segments_follow_each_other_and_spans_name_sentences(sentences, vocabulary, tmp_path):
     file = opened(sentences, vocabulary, tmp_path)
     segments = [Segment(9, seed, len(file.table(10, 30, 9, seed))) for seed in (SEED, 77)]
@@ -73,12 +56,6 @@ def test_segments_follow_each_other_and_spans_name_sentences(sentences, vocabula
     assert f"sequences {spans[0].sequence} to {spans[-1].sequence}" in both.locate(len(both) - 1, 4)
     with pytest.raises(IndexError, match=f"Sample {len(both)} is out of range"):
         both.read(len(both))
-
-
-def test_a_plan_of_other_data_is_refused(sentences, vocabulary, tmp_path):
-    file = opened(sentences, vocabulary, tmp_path)
-    with pytest.raises(DataError, match=r"planned with 5 samples of .*corpus_text_sentence.* yield \d+"):
-        SentenceDataset(file, 0, 40, [Segment(5, SEED, 5)])
 
 
 def test_a_token_of_another_vocabulary_is_located(vocabulary, tmp_path):

@@ -1,7 +1,5 @@
 """What masking asks of tokenizers: all roles for sentence pairs, a mask token for the rest, and what begins a word."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -35,16 +33,6 @@ def test_byte_level_bpe(tmp_path):
     assert (vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id, vocabulary.pad_id) == (0, 2, 4, 1)
     assert np.flatnonzero(vocabulary.continues).tolist() == [5, 6]
     assert vocabulary.drawable.tolist() == [5, 6, 7, 8, 9]
-
-
-def test_the_end_of_a_document_stands_in_for_other_edges(tmp_path):
-    tokenizer = bpe(tmp_path, ["a", "<mask>", "<|endoftext|>"])
-    vocabulary = MaskedVocabulary.of(tokenizer, needs_all=False)
-    assert (vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id, vocabulary.pad_id) == (2, 2, 1, 2)
-    with pytest.raises(
-        ConfigError, match=r"GPT2BPETokenizer has no cls token \(\[CLS\] or <s>\), sep token .*pad token"
-    ):
-        MaskedVocabulary.of(tokenizer, needs_all=True)
 
 
 def test_a_vocabulary_without_a_mask_token(tmp_path):

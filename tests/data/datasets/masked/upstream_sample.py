@@ -5,8 +5,6 @@ part A, the swap, a coin for every token that is cut off, the shuffle of phrases
 words and for each of its tokens what is shown.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

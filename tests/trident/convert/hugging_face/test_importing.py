@@ -228,7 +228,7 @@ def test_weights_can_be_imported_without_a_tokenizer(tiny_model: TinyModel, tmp_
     record = Record.from_json(found.record, found.path)
     data = RunConfig.from_json(record.config).data
     with pytest.raises(
-        ConfigError, match=rf"{made}/tokenizer does not exist: .*\(--no-tokenizer\), and .* training need"
+        ConfigError, match=rf"{made}/tokenizer does not exist: .*\(--no-tokenizer\), which text and training require"
     ):
         build_tokenizer(data)
     for tokens, fits in ((TOKENS - 5, True), (TOKENS, True), (TOKENS + 1, False)):

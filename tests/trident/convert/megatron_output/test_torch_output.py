@@ -54,7 +54,7 @@ def test_a_checkpoint_of_ours_comes_back_through_both_programs(tmp_path: Path) -
         ConfigError, match="--naming bigscience cannot be combined with --format torch. Use core or classic"
     ):
         export_megatron.main(["--load", "x", "--output", "y", "--format", "torch", "--naming", "bigscience"])
-    with pytest.raises(ConfigError, match="--keep-padding is for --format universal"):
+    with pytest.raises(ConfigError, match="--keep-padding cannot be combined with --format torch"):
         export_megatron.main(["--load", "x", "--output", "y", "--format", "torch", "--keep-padding"])
 
 
