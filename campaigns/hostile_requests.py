@@ -104,8 +104,8 @@ def _usual(draw: Random, **changes: Any) -> dict[str, Any]:
 def _wrong_values(draw: Random) -> Case:
     """Fields of any type and size in a body that is JSON."""
     path = draw.choice((_COMPLETIONS, _CHAT))
-    asked = {"prompt": "a"} if path == _COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
-    values = _usual(draw, **asked)
+    required = {"prompt": "a"} if path == _COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    values = _usual(draw, **required)
     for _ in range(draw.choice((0, 1, 1, 2, 3))):  # the right ones among them must be answered
         values[draw.choice(_FIELDS)] = draw.choice(_VALUES)
     if draw.random() < 0.2:
@@ -168,7 +168,7 @@ _KINDS: tuple[Callable[[Random], Case], ...] = (
 
 
 async def send(port: int, case: Case) -> tuple[str, bytes]:
-    """What a case comes to: a status, "closed" or "left"; and the answer."""
+    """The result of a case: a status, "closed" or "left"; and the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(case.raw)
@@ -200,7 +200,7 @@ async def ask(port: int) -> str:
 
 
 async def metric(port: int, name: str) -> float:
-    """A number that the server tells."""
+    """A number that the server reports."""
     raw = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     _, answer = await send(port, Case("metrics", raw))
     found = re.search(rf"^{name} (\S+)$", answer.decode(), flags=re.M)

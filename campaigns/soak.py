@@ -24,7 +24,7 @@ SLACK_BYTES = 4 << 20  # pages that the allocator keeps; a leak of a thousandth 
 
 
 def resources(checkpoints: Path) -> dict[str, int]:
-    """What this process and its checkpoints take now; logs and metrics grow with the steps and are not counted."""
+    """The resources of this process and its checkpoints; logs and metrics grow with the steps and are not counted."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {

@@ -2,7 +2,7 @@
 
     python -m campaigns.run checkpoint-damage --cases 100000
 
-A directory holds the checkpoints of two steps, of four files each. The newer one, or what lies beside it, is damaged.
+A directory holds the checkpoints of two steps, of four files each. The newer one, or a file next to it, is damaged.
 Loading must give the newer one with the values that were saved, or give the older one and say why; no value of a
 damaged checkpoint may be handed out before the damage is noticed. A damaged lock is taken over, or refused in words.
 """
@@ -200,7 +200,7 @@ def other_folder(draw: Random, tree: Tree) -> None:
 
 
 def hint(draw: Random, tree: Tree) -> None:
-    """The file that points to the newest checkpoint says something else, or is none."""
+    """The file that points to the newest checkpoint has other content, or is missing."""
     tree[HINT_NAME] = draw.choice((b"", b"1", b"99", b"release", draw.randbytes(9), b"2" * 9999, Link("x"), {}))
     if draw.random() < 0.1:
         del tree[HINT_NAME]
@@ -244,7 +244,7 @@ class Attempts:
     given: list[dict[PieceKey, torch.Tensor]] = field(default_factory=list)
 
     def wanted(self) -> Iterator[tuple[PieceKey, Accept]]:
-        """What loading asks for at every attempt."""
+        """The pieces that loading requests at every attempt."""
         taken: dict[PieceKey, torch.Tensor] = {}
         self.given.append(taken)
         for key, _ in whole_sink(STATES[NEWER]).expected:
@@ -252,13 +252,13 @@ class Attempts:
 
 
 def load_damaged(tree: Tree, original: Tree) -> str:
-    """Loads, and says whether the damage was found or makes no difference.
+    """Loads and returns "found" if the damage was detected, "equal" if it makes no difference.
 
     Raises:
         Unnoticed: neither.
     """
-    storage, attempts, said = MemoryStorage(ROOT, tree), Attempts(), io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    storage, attempts, messages = MemoryStorage(ROOT, tree), Attempts(), io.StringIO()
+    with contextlib.redirect_stderr(messages), contextlib.redirect_stdout(messages):
         found = newest_record(ROOT, MESH, storage=storage)
         loaded = load_newest(ROOT, attempts.wanted, MESH, known=found, storage=storage)
     if loaded is None:
@@ -272,8 +272,8 @@ def load_damaged(tree: Tree, original: Tree) -> str:
         raise Unnoticed(f"values were loaded that are not those of step {step}")
     name = folder_name(NEWER)
     if step == OLDER:
-        if f"skipping checkpoint {ROOT / name}" not in said.getvalue():
-            raise Unnoticed(f"the older step was loaded without a word: {said.getvalue()[:300]}")
+        if f"skipping checkpoint {ROOT / name}" not in messages.getvalue():
+            raise Unnoticed(f"the older step was loaded without a message: {messages.getvalue()[:300]}")
         return "found"
     if any(tree[name].get(file) != content for file, content in original[name].items()):
         try:
@@ -281,11 +281,11 @@ def load_damaged(tree: Tree, original: Tree) -> str:
         except DamagedError:
             return "found by verify"
         raise Unnoticed("a changed file was loaded, and a check of every byte finds nothing")
-    return "found" if "skipping checkpoint" in said.getvalue() else "equal"
+    return "found" if "skipping checkpoint" in messages.getvalue() else "equal"
 
 
 def take_damaged_lock(draw: Random, folder: Path) -> str:
-    """Takes a lock that a dead job left, after damaging it; says what became of it."""
+    """Damages the lock of an ended job, takes it, and returns the outcome."""
     holder = asdict(Holder.this_process())
     holder.update(
         draw.choice(
@@ -304,19 +304,19 @@ def take_damaged_lock(draw: Random, folder: Path) -> str:
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     path.write_bytes(data)
-    said = io.StringIO()
+    messages = io.StringIO()
     try:
         with (
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stderr(messages),
             CheckpointLock(folder, MESH, heartbeat_seconds=0.005, stale_seconds=0.005),
         ):
             return "lock taken over"
     except MegatronError as refusal:
-        said.write(str(refusal))
+        messages.write(str(refusal))
         return "lock refused"
     finally:
-        if "\x1b" in said.getvalue():
-            raise Unnoticed(f"control characters are shown: {said.getvalue()!r}")
+        if "\x1b" in messages.getvalue():
+            raise Unnoticed(f"control characters are shown: {messages.getvalue()!r}")
 
 
 def run_cases(plan: Plan) -> Iterator[Result]:

@@ -52,7 +52,7 @@ _MOST_FOR_ALL_SUBSETS = 5  # of so many changes of a directory every subset is t
 
 @dataclass(frozen=True)
 class Recording:
-    """What happened to a disk.
+    """The operations on a disk.
 
     Args:
         operations: in an order in which they may have happened.
@@ -78,7 +78,7 @@ def save_all(rank: int, directory: str) -> tuple[list[Operation], list[tuple[int
 
 
 def record(ranks: int = RANKS) -> list[list[Operation]]:
-    """Runs the saves on several ranks; a note says when the first rank had returned from each."""
+    """Runs the saves on several ranks; a note records when the first rank returned from each."""
     with tempfile.TemporaryDirectory() as folder:
         results = run_ranks(save_all, ranks, folder)
     logs = [log for log, _ in results]
@@ -146,7 +146,7 @@ class Folder:
     pending: list[dict[str, File | Folder | None]] = field(default_factory=list)
 
     def entries(self, kept: Sequence[int] | None = None) -> dict[str, File | Folder]:
-        """The entries after some of the pending changes, all of them if not told."""
+        """The entries after some of the pending changes, by default all of them."""
         found: dict[str, File | Folder | None] = dict(self.synced)
         for number in range(len(self.pending)) if kept is None else kept:
             found.update(self.pending[number])
@@ -198,7 +198,7 @@ class Disk:
 
 
 def subsets(count: int, draw: Random) -> list[tuple[int, ...]]:
-    """Which of a number of changes may have arrived: all, none, a prefix, any subset of few."""
+    """The sets of changes that may have arrived: all, none, a prefix, any subset of few."""
     every = tuple(range(count))
     if count <= _MOST_FOR_ALL_SUBSETS:
         return [kept for size in range(count, -1, -1) for kept in itertools.combinations(every, size)]
@@ -210,7 +210,7 @@ def subsets(count: int, draw: Random) -> list[tuple[int, ...]]:
 
 
 def content_after(file: File, damage: str, draw: Random) -> bytes:
-    """What the disk holds of a file: bytes that were not synced are kept, lost, torn at a sector, or zero."""
+    """The content of a file on the disk: bytes that were not synced are kept, lost, torn at a sector, or zero."""
     content, loose = bytes(file.content), len(file.content) - file.synced
     damage = draw.choice(DAMAGES) if damage == ANY_DAMAGE else damage
     if damage == "kept" or not loose:
@@ -233,7 +233,7 @@ def content_after(file: File, damage: str, draw: Random) -> bytes:
 
 
 def tree_after(folder: Folder, kept: dict[int, Sequence[int]], damage: str, draw: Random) -> Tree:
-    """What the disk holds of a directory; `kept` says which changes arrived of the folder with that identity."""
+    """The content of a directory on the disk; `kept` lists the changes that arrived, by identity of the folder."""
     tree: Tree = {}
     for name, node in folder.entries(kept.get(id(folder))).items():
         if isinstance(node, Folder):
@@ -244,7 +244,7 @@ def tree_after(folder: Folder, kept: dict[int, Sequence[int]], damage: str, draw
 
 
 DAMAGES = ("kept", "lost", "zero", "torn", "holes")
-ANY_DAMAGE = "any"  # each file has one of its own
+ANY_DAMAGE = "any"  # each file has its own
 _WAYS = (*DAMAGES, *(ANY_DAMAGE for _ in range(7)))
 
 

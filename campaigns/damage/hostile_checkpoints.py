@@ -3,7 +3,7 @@
     python -m campaigns.run hostile-checkpoints
     python -m campaigns.run hostile-checkpoints --only header        the payloads whose name contains this
 
-Every payload has a process of its own. What a run or a tool does with a directory of checkpoints is done to it, and
+Every payload has its own process. What a run or a tool does with a directory of checkpoints is done to it, and
 then another checkpoint is saved there. Whatever is loaded is a checkpoint that was saved; everything else ends with an
 error of the project. Nothing outside the directory changes, and nothing is executed.
 """
@@ -56,7 +56,7 @@ STATES = {step: make_state(SHAPES, seed=step) for step in (1, 2, 3)}
 LIMIT_SECONDS = 60.0
 NOTHING = "nothing"
 NEWEST_STEP = 2
-# The payloads that lie beside the newest checkpoint and make no difference.
+# The payloads next to the newest checkpoint and make no difference.
 BESIDE = (
     "step link to", "step file", "step FIFO", "step aside", "step temporary", "step trash", "hint", "lock", "run.json",
     "pickle model", "pickle protocol", "pickle torch", "pickle .", "pickle as hint", "pickle as lock",
@@ -66,14 +66,14 @@ BESIDE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a payload.
+    """The outcome of a payload.
 
     Args:
         wrong: empty if all is well.
         seconds: processor time of the longest step.
         peak_bytes: the most memory that a step took.
         loaded: the step that was loaded, 0 if none was.
-        text: what was said of it.
+        text: the messages about it.
     """
 
     name: str
@@ -110,7 +110,7 @@ def _load(directory: Path) -> int:
     sink = whole_sink(STATES[1])
     found = load_newest(directory, sink.wanted, MESH)
     if found is None:
-        raise Wrong("there is nothing to load")
+        raise Wrong("nothing to load")
     step = int(found.record["progress"]["step"])
     sink.expected = whole_sink(STATES[step]).expected
     sink.check()
@@ -150,11 +150,11 @@ STEPS: dict[str, Callable[[Path], Any]] = {
 
 def use(name: str, place: Place) -> Outcome:
     """Does everything to a directory, in this process."""
-    said, texts, wrong, loaded = io.StringIO(), [], [], 0
+    output, texts, wrong, loaded = io.StringIO(), [], [], 0
     longest = 0.0
     held = reset_peak()
     before = _snapshot(place.outside)
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+    with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
         for step, work in STEPS.items():
             began_at = time.process_time()
             try:
@@ -172,8 +172,8 @@ def use(name: str, place: Place) -> Outcome:
         wrong.append("it was executed")
     if _snapshot(place.outside) != before:
         wrong.append("something outside was changed")
-    if "\x1b" in said.getvalue():
-        wrong.append(f"escapes are shown: {said.getvalue()[:200]!r}")
+    if "\x1b" in output.getvalue():
+        wrong.append(f"escapes are shown: {output.getvalue()[:200]!r}")
     return Outcome(name, "\n".join(wrong), longest, peak, loaded, " | ".join(texts))
 
 
@@ -231,7 +231,7 @@ def run(name: str, template: Path, folder: Path) -> Outcome:
 
 
 def problem_of(outcome: Outcome) -> str:
-    """What is wrong with an outcome; the limits are many times what the payloads take."""
+    """The problem of an outcome, empty if none; the limits are many times what the payloads take."""
     expected = NEWEST_STEP if outcome.name == NOTHING or leaves_the_newest(outcome.name) else NEWEST_STEP - 1
     if outcome.wrong:
         return outcome.wrong
@@ -243,7 +243,7 @@ def problem_of(outcome: Outcome) -> str:
 
 
 def leaves_the_newest(name: str) -> bool:
-    """True if a payload lies beside the newest checkpoint and must make no difference."""
+    """True if a payload is next to the newest checkpoint and must make no difference."""
     return name.startswith(BESIDE) or name == "zip slip"
 
 

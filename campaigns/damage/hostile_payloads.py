@@ -34,11 +34,11 @@ NEWEST = "iter_0000002"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a payload is put.
+    """The directories of a payload.
 
     Args:
         directory: holds the checkpoints.
-        outside: a directory beside it that nothing may change.
+        outside: a directory next to it that nothing may change.
         canary: exists once a payload was executed.
     """
 
@@ -350,7 +350,7 @@ def crowd(place: Place) -> None:
 
 
 PAYLOADS: dict[str, Payload] = {
-    # pickles where upstream's programs, or torch's, would look for them, and as files of our own
+    # pickles where upstream's programs, or torch's, would look for them, and as our own files
     "pickle model_optim_rng.pt": _put(f"{NEWEST}/model_optim_rng.pt", _pickle),
     "pickle protocol 0": _put(f"{NEWEST}/mp_rank_00_model_states.pt", lambda place: _pickle(place, 0)),
     "pickle protocol 4": _put("common.pt", lambda place: _pickle(place, 4)),

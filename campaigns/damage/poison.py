@@ -85,7 +85,7 @@ class Poison:
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of a poisoned run.
+    """The end of a poisoned run.
 
     Attributes:
         codes: exit code of each rank.
@@ -259,7 +259,7 @@ def _wrong_values(values: np.ndarray) -> int:
 
 
 def problem_of(ending: Ending, poison: Poison, flags: Sequence[str]) -> str:
-    """What is wrong after any damage; empty if nothing is."""
+    """The problem after any damage; empty if none."""
     # a save in the background still copies when the next step begins
     is_saved = poison.step > SAVE_INTERVAL + ("--no-async-save" not in flags)
     if len(set(ending.codes)) != 1 or ending.codes[0] not in (ExitCode.DONE, ExitCode.NUMERICS):

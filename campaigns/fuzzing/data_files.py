@@ -140,7 +140,7 @@ def _no_build() -> dict[str, np.ndarray]:
 
 
 def believable(draw: Random, files: Files) -> Files:
-    """An array of a cache is replaced and its description says the new size and checksum."""
+    """An array of a cache is replaced and its description gets the new size and checksum."""
     name = draw.choice([name for name in sorted(files) if name.endswith(".npy")])
     described = next(name for name in files if name.endswith(".json"))
     data = bytearray(files[name])
@@ -195,11 +195,11 @@ def _read_text(folder: Path, undamaged: Path, draw: Random) -> None:
             f"key {key}: {len(texts)} documents differ from those of the input",
         )
         sidecar = read_sidecar(prefix)
-        check(sidecar is not None and sidecar.tokens == dataset.tokens, "the sidecar tells of other tokens")
+        check(sidecar is not None and sidecar.tokens == dataset.tokens, "the sidecar describes other tokens")
 
 
 def _expected_texts(path: Path, keys: tuple[str, ...]) -> list[list[str]]:
-    """What a line-by-line reader with nothing in common with the project's finds in the input."""
+    """The texts that an independent line-by-line reader finds in the input."""
     if path.suffix == ".parquet":
         import pyarrow.compute
         import pyarrow.parquet
@@ -309,7 +309,7 @@ def _use(tokenizer: Any) -> None:
     tokenizer.decode(ids[:200].tolist())
     try:
         check(0 <= tokenizer.eod_id < tokenizer.vocab_size, f"end of document {tokenizer.eod_id} is no id")
-    except ConfigError:  # it has none, and says so
+    except ConfigError:  # it has none, and the error names it
         return
 
 

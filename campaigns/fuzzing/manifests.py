@@ -67,7 +67,7 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 
 
 class Rig(NamedTuple):
-    """What a run that resumes brings along."""
+    """The settings of a resumed run."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -119,15 +119,15 @@ def _rig(undamaged: str) -> Rig:
 def read_checkpoint(folder: Path, undamaged: Path, draw: Random) -> None:
     """Does with the checkpoint what a resume or a tool does; looks at every text that the user would see."""
     rig = _rig(str(undamaged))
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
             draw.choice((_resume, _resume, _inspect, _sample_tool))(folder, rig)
         except MegatronError as failure:
             log.error(str(failure))  # as a program shows it
             raise
         finally:
-            text = said.getvalue()
+            text = output.getvalue()
             check(_CONTROLS.search(text) is None, f"shows control characters: {text[:300]!r}")
 
 

@@ -124,7 +124,7 @@ ANY_FILE: Mapping[str, Mutation] = {
 
 
 class IndexLayout:
-    """Where the fields of an undamaged `.idx` file are.
+    """The offsets of the fields of an undamaged `.idx` file.
 
     Args:
         header: (name, offset, struct format) of each header field.
@@ -186,7 +186,7 @@ def pointer_misaligned(draw: Random, files: Files) -> Files:
 
 
 def pointer_overlapping(draw: Random, files: Files) -> Files:
-    """A pointer says what another one says."""
+    """A pointer gets the value of another one."""
     name, data, layout = _index(draw, files)
     offset, form, entries = layout.tables["pointer"]
     one, other = draw.randrange(entries), draw.randrange(entries)

@@ -27,7 +27,7 @@ class Target:
     Args:
         files: names of the undamaged files a case begins with; one of the tuples is drawn.
         read: takes the folder of the case, the undamaged folder and a source of randomness.
-        position: what a refusal must say beside the name of a file.
+        position: what a refusal must name besides a file.
         share: of all cases, relative to the other targets.
         longest_letters: of a refusal.
         names: what a refusal must say to name the file.

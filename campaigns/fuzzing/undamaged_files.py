@@ -31,7 +31,7 @@ _DOCUMENTS = (0, 2, 2, 3, 7, 8, 12)
 
 
 def write_undamaged(folder: Path) -> None:
-    """Writes every file that a case may begin with; done once, in a process of its own."""
+    """Writes every file that a case may begin with; done once, in a separate process."""
     choice = write_vocabulary(folder, VOCAB_SIZE)
     (folder / "tokenizer.json").write_text(_tokenizer_json(folder))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
@@ -63,7 +63,7 @@ def write_undamaged(folder: Path) -> None:
 
 
 def compressors() -> Mapping[str, Callable[[bytes], bytes]]:
-    """How to make a file of each suffix; without .zst where the zstandard package is not installed."""
+    """The compressor of each suffix; without .zst where the zstandard package is not installed."""
     found: dict[str, Callable[[bytes], bytes]] = {
         ".gz": functools.partial(gzip.compress, compresslevel=1, mtime=0),
         ".bz2": functools.partial(bz2.compress, compresslevel=1),

@@ -1,6 +1,6 @@
 """The program with a fault: `python -m campaigns.kills.faulty_run FAULT FLAG ...`.
 
-FAULT is JSON: the kind of fault, the rank, and the phase and step in which it strikes, and a file that then says when.
+FAULT is JSON: the kind of fault, the rank, the phase and step in which it strikes, and a file for the time of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.train.watchdog import Watch
 
 
 def strike(fault: dict[str, Any]) -> None:
-    """Does what the fault says, once, and notes the time."""
+    """Executes the fault once and notes the time."""
     Path(fault["note"]).write_text(str(time.time()))
     kind = fault["kind"]
     if kind in ("stop", "kill"):

@@ -55,7 +55,7 @@ class Fault:
 
     @property
     def is_hang(self) -> bool:
-        """Whether the rank stays, and makes no progress."""
+        """True if the rank stays and makes no progress."""
         return self.kind in HANGS
 
     def codes(self) -> list[int]:
@@ -98,9 +98,9 @@ def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
         num_layers=4,
         **layout,
     )
-    told = {"kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": fault.step, "note": str(note)}
-    told["hang_seconds"] = HANG_SECONDS
-    words = ["-m", "campaigns.kills.faulty_run", json.dumps(told), *flags]
+    settings = {"kind": fault.kind, "rank": fault.rank, "phase": fault.phase, "step": fault.step, "note": str(note)}
+    settings["hang_seconds"] = HANG_SECONDS
+    words = ["-m", "campaigns.kills.faulty_run", json.dumps(settings), *flags]
     try:
         ends = run_rank_processes(words, world_size, _LIMIT_SECONDS)
     except AssertionError as failure:
@@ -114,7 +114,7 @@ def run_case(corpus: TinyCorpus, folder: Path, fault: Fault) -> Outcome:
 
 
 def _names(fault: Fault, message: str) -> bool:
-    """Whether a message is about the rank; while the ranks join, another one says it of it."""
+    """True if a message names the rank; while the ranks join, another rank reports it."""
     if fault.phase == "join":
         return f"error: rank {fault.rank} (" in message
     return message.startswith(f"[rank {fault.rank}] error: ")

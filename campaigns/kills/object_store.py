@@ -57,7 +57,7 @@ class KillingServer:
         self.complete: set[int] = set()
 
     def __call__(self, environ: Mapping[str, Any], start_response: Any) -> Iterable[bytes]:
-        """Answers a request, as WSGI asks for it."""
+        """Handles a WSGI request."""
         if environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             return self._app(environ, start_response)  # type: ignore[no-any-return]
         with self._lock:
@@ -132,7 +132,7 @@ class _Cases:
         self._after = _objects("s3://kills/alone")
 
     def problem(self, number: int, place: int, *, after: bool, loses_disk: bool) -> str:
-        """What is wrong after a kill; empty if nothing is."""
+        """The problem after a kill; empty if none."""
         folder, address = self._folder / f"run{number}", f"s3://kills/run{number}"
         self._server.expect(place, after=after)
         code = self._train(folder, address, STEPS)

@@ -74,7 +74,7 @@ def train(flags: Sequence[str], layout: tuple[int, int], signal_at: float | None
 
 
 def texts_of(ends: Sequence[RankEnd]) -> str:
-    """How each rank ended, and its messages."""
+    """The exit code and the messages of each rank."""
     return "\n".join(f"rank {rank}, code {end.code}:\n{end.errors}" for rank, end in enumerate(ends))
 
 

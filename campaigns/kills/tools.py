@@ -84,7 +84,7 @@ TOOLS: Mapping[str, Tool] = {
 
 
 def write_inputs(inputs: Path, before: Path) -> None:
-    """What the tools read, and what is in their working folder before they start."""
+    """Writes the input of the tools and the initial content of their working folder."""
     write_tiny_model("llama", _folder(inputs / "llama"))
     choice = write_vocabulary(inputs, 600)
     for source, name in ((choice.vocab_file, "demo-vocab.json"), (choice.merge_file, "demo-merges.txt")):
@@ -224,7 +224,7 @@ def _normal(path: Path) -> bytes:
 
 
 def half_made(found: Tree, before: Tree, after: Tree, depth: int) -> str:
-    """What is visible and neither as before nor as it will be, and what is lost though the tool does not touch it."""
+    """The paths that are visible but neither old nor new, and those lost though the tool does not touch them."""
     now, earlier, later = (_units(tree, depth) for tree in (found, before, after))
     for unit, files in now.items():
         if files != earlier.get(unit) and files != later.get(unit):

@@ -181,7 +181,7 @@ class Attempt:
         return "\n".join(path.read_text(errors="replace") for path in self._outputs if path.exists())
 
     def operations(self) -> list[dict[str, int]]:
-        """How often each rank did what with files of checkpoints."""
+        """The number of operations on checkpoint files, by rank and kind."""
         return [json.loads(path.read_text()) for path in self._counts]
 
 
@@ -283,7 +283,7 @@ def _watch_files(fault: Fault) -> Counter[str]:
 
 
 def _name_of(method: str, path: str) -> str:
-    """What an operation does: the method, and the kind of its file."""
+    """The name of an operation: the method and the kind of its file."""
     name = Path(path).name
     kinds = {
         **{"pieces": "pieces", "manifest": "manifest", "latest": "hint", ".tmp-latest": "hint", "iter": "folder"},
@@ -365,7 +365,7 @@ def run_case(corpus: TinyCorpus, folder: Path, case: Case, left_alone: Reference
 
 
 def _kill_problem(folder: Path, attempt: Attempt, left: list[int], outcome: Outcome, left_alone: Reference) -> str:
-    """What is wrong after a kill."""
+    """The problem after a kill; empty if none."""
     text = attempt.text()
     if left:
         return f"processes {left} stayed:\n{text}"
@@ -389,7 +389,7 @@ def _kill_problem(folder: Path, attempt: Attempt, left: list[int], outcome: Outc
 def _end_problem(
     folder: Path, again: Attempt, code: int, left: list[int], outcome: Outcome, left_alone: Reference
 ) -> str:
-    """What is wrong after the same command has been given again."""
+    """The problem after a restart by the same command; empty if none."""
     text = again.text()
     if code or left:
         return f"the same command ended with {code}, {left}:\n{text}"

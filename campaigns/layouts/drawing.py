@@ -48,7 +48,7 @@ EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-aux-loss-
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and on how many ranks in which layout.
+    """A network and its layout.
 
     Attributes:
         model: the name of the architecture.
@@ -84,12 +84,12 @@ class Case:
 
     @property
     def takes_signs(self) -> bool:
-        """Whether the optimizer updates by the sign of gradients, some of which are rounding alone."""
+        """True if the optimizer updates by the sign of gradients, some of which are rounding alone."""
         return LION in self.words
 
     @property
     def numbers(self) -> str:
-        """Which row of `LIMITS` is the case's."""
+        """The row of `LIMITS` for the case."""
         return "bf16" if "--bf16" in self.words else "signs" if self.takes_signs else "float32"
 
     @property

@@ -29,7 +29,7 @@ RUNNING = "running"  # the file with the seed of the case that is being trained
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank knows after the last step.
+    """The results of a rank after the last step.
 
     Attributes:
         refusal: why nothing was trained; empty if it was.
@@ -65,7 +65,7 @@ def train(rank: int, cases: list[Case], folder: Path, is_alone: bool) -> list[Ou
     """The outcomes of cases that take equally many ranks, those of ZeRO 3 last, since it changes torch.
 
     Raises:
-        RuntimeError: a case failed otherwise than by a refusal; says which.
+        RuntimeError: a case failed other than by a refusal; names the case.
     """
     torch.set_num_threads(1)
     outcomes: dict[int, Outcome] = {}
@@ -109,7 +109,7 @@ def _poisoned(batches: list[Batch], mesh: ParallelMesh) -> list[Batch]:
 
 
 def distance(outcomes: list[Outcome], alone: Outcome, *, with_weights: bool = True) -> Distance:
-    """How far the ranks of a layout are from one process.
+    """The distance of a layout's ranks from one process.
 
     Args:
         with_weights: whether weights, their masters and averages are compared, besides moments.

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks import experts, experts_over_ranks, index, mesh
-from benchmarks.figures import print_figure
 from benchmarks.plain_gpt import PlainGPT
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import ParallelMesh
@@ -54,14 +53,6 @@ def test_the_plain_model_is_the_same_model() -> None:
     tokens = torch.randint(0, 101, (3, 16), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(plain(tokens), forward(ours, tokens, torch.arange(3)), rtol=1e-4, atol=1e-5)
     assert sum(weight.numel() for weight in plain.parameters()) == sum(weight.numel() for weight in ours.parameters())
-
-
-def test_a_measurement_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
-    print_figure("speed", "rate", 1234.56789, "tokens/s", spread=(1.0, 2.0), threads=2)
-    record = json.loads(capsys.readouterr().out)
-    assert record["value"] == 1234.5679
-    assert record["spread"] == [1.0, 2.0]
-    assert {"benchmark": "speed", "figure": "rate", "unit": "tokens/s", "threads": 2}.items() <= record.items()
 
 
 def test_the_index_benchmark_measures_a_corpus_that_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,6 @@ def test_logits() -> None:
     assert growth(LOGITS, use_mup=False) > 3
 
 
-def test_the_base_width_is_the_standard_parametrization() -> None:
-    assert coordinates(64, FLAGS, use_mup=True) == coordinates(64, FLAGS, use_mup=False)
-
-
 def test_the_program_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"

@@ -13,13 +13,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as program
-from benchmarks.gpu import programs, trace, training, wheels
+from benchmarks.gpu import programs, training
 from benchmarks.gpu.context import TINY, Context
-from benchmarks.gpu.machine import describe, peak_of
-from benchmarks.gpu.parts import PARTS, SCRIPT_MINUTES, SCRIPTS
+from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.records import RESULTS, Recorder, Target, page, read_records
-from benchmarks.gpu.shapes import SHAPES
-from benchmarks.gpu.trace import Span
 from megatron.errors import ConfigError
 
 # What needs neither a process of its own nor the compiled operations, with which tests/kernels runs more.
@@ -125,14 +122,6 @@ def test_a_part_is_a_process_whose_end_is_known(tmp_path: Path) -> None:
     assert "commit abc" in (tmp_path / "results.md").read_text("utf-8")
 
 
-def test_two_scripts_fit_a_machine_that_is_there_for_a_quarter_of_an_hour() -> None:
-    assert SCRIPTS["first"].split(",") == ["ready", "124m", "1.3b", "llama1b"]
-    assert 2 * SCRIPT_MINUTES <= 11
-    assert all(program.chosen_parts(names) for names in SCRIPTS.values())
-    lengths = [name for name in PARTS if name.endswith("-4096")]
-    assert min(list(PARTS).index(name) for name in lengths) > list(PARTS).index("llama1b")
-
-
 def test_nothing_outlives_a_part_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child = tmp_path / "child"
     part = tmp_path / "part.sh"
@@ -152,26 +141,6 @@ def _is_running(pid: int) -> bool:
     return state.strip() not in ("", "Z")
 
 
-def test_a_contender_out_of_time_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "contender.sh"
-    program.write_text("#!/bin/sh\nread -r turn\nexec sleep 300\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    training.measure_model(Context("124m", tmp_path, torch.device("cpu"), TINY, seconds=0.5))
-    records = read_records([tmp_path / RESULTS])
-    assert [(record["figure"], record["details"]["of"]) for record in records] == [
-        ("not measured", name) for name in training.DECIDING
-    ]
-
-
-@pytest.mark.parametrize("key", training.CONTENDERS)
-def test_every_contender_is_built(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEGATRON_KERNELS", str(tmp_path))
-    context = Context("124m", tmp_path, torch.device("cpu"), TINY, contender=key)
-    contender = training.contender_of(context, SHAPES["124m"].tiny(), 16, 2)
-    assert contender.is_ours == contender.name.startswith("ours") == (key in ("graphs", "ours", "torch-kernels"))
-
-
 def test_records_become_a_table_with_verdicts(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, "head")
     recorder.figure("time", 1.234567, "ms", target=Target(at_most=1.5), of="a | b")
@@ -184,17 +153,6 @@ def test_records_become_a_table_with_verdicts(tmp_path: Path) -> None:
     assert "|  | share | 0.5 | ≥ 0.85 | missed |" in lines
     assert lines[-1] == "1 of 2 targets met."
     assert json.loads((tmp_path / RESULTS).read_text().splitlines()[1])["met"] is False
-
-
-def test_peaks_shapes_and_the_machine() -> None:
-    peak = peak_of("NVIDIA H200")
-    assert peak is not None and peak.bf16_teraflops == 989.4 and peak.terabytes_per_second == 4.8
-    assert peak_of("NVIDIA H100 PCIe") != peak_of("NVIDIA H100 80GB HBM3") and peak_of("Abacus") is None
-    billions = {name: shape.multiplied_parameters() / 1e9 for name, shape in SHAPES.items()}
-    assert billions == pytest.approx({"124m": 0.1236, "355m": 0.3535, "1.3b": 1.311, "llama1b": 1.034}, rel=1e-3)
-    assert SHAPES["124m"].flops_per_token(1024) == pytest.approx(6 * 0.1236e9 + 12 * 12 * 768 * 1024, rel=1e-3)
-    found = describe(torch.device("cpu"))
-    assert found["device"] == "CPU" and found["torch"] == torch.__version__
 
 
 def test_words_of_programs_are_understood(tmp_path: Path) -> None:
@@ -212,40 +170,3 @@ def test_words_of_programs_are_understood(tmp_path: Path) -> None:
     programs.run(context, "-c", "import time; print('begun', flush=True); time.sleep(600)", seconds=0.5)
     assert time.monotonic() - began_at < 120
     assert read_records([tmp_path / RESULTS])[-1]["figure"] == "stopped"
-
-
-def test_gaps_and_kernels_of_a_trace() -> None:
-    spans = [Span("a", 0, 10), Span("b", 5, 12), Span("a", 20, 30), Span("c", 22, 25)]
-    assert trace.busy_and_gaps(spans) == (22.0, [8])
-    assert trace.largest(spans)[0] == ("a", (20.0, 2))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    {
-        "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT": "products",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26": "attention",
-        "void (anonymous namespace)::forward_held<__nv_bfloat16, 1, true>((anonymous namespace)::Fo": "ours",
-        "(anonymous namespace)::update_tensors(megatron::TensorTable, megatron::AdamW, float, float": "ours",
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous n": "torch's",
-        "triton_poi_fused_gelu_view_2": "compiled by torch",
-        "Memcpy HtoD (Pageable -> Device)": "copies",
-        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*": "others",
-    }.items(),
-)
-def test_kernels_are_known_by_their_names(name: str, kind: str) -> None:
-    assert trace.by_class([Span(name, 0, 3), Span(name, 4, 5)]) == {kind: (4, 2)}
-
-
-def test_wheels_are_named_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wheels.pinned("torch").startswith("torch==")
-    with pytest.raises(ConfigError, match="no-such-package is not installed here"):
-        wheels.pinned("no-such-package")
-    download, build = wheels.commands(tmp_path, "3.12", ["hjson==3"], "deepspeed==0.19")
-    assert "--no-deps" in download and "3.12" in download and download[-1] == "hjson==3"
-    assert "wheel" in build and build[-1] == "deepspeed==0.19"
-    (tmp_path / "a.whl").write_bytes(b"1234")
-    wheels.check_size(tmp_path)
-    monkeypatch.setattr(wheels, "MAXIMUM_BYTES", 3)
-    with pytest.raises(ConfigError, match="Remove what the machine has"):
-        wheels.check_size(tmp_path)

@@ -67,12 +67,6 @@ def checked(words: list[str], device_type: str) -> RunRequest:
     return request
 
 
-def test_every_training_script_is_in_the_table() -> None:
-    assert sorted(RANKS) == sorted(
-        path.name for path in EXAMPLES.glob("pretrain_*.sh") if path.name != "pretrain_bert.sh"
-    )
-
-
 @pytest.mark.parametrize("script", RANKS)
 def test_a_script_starts_what_the_trainer_understands(script: str, tmp_path: Path) -> None:
     full, tiny = RANKS[script]
@@ -102,27 +96,6 @@ def test_data_of_ones_own_and_several_nodes(tmp_path: Path) -> None:
         ["bash", str(EXAMPLES / "pretrain_gpt.sh")], env={**os.environ, "SCALE": "huge"}, capture_output=True, text=True
     )
     assert refused.returncode == 64 and "SCALE=huge is neither full nor tiny" in refused.stderr
-
-
-def test_the_layout_of_a_trillion_parameters(tmp_path: Path) -> None:
-    words = printed("pretrain_gpt_1t.sh", tmp_path)
-    request = checked(words, "cuda")
-    shape, layout = request.model, request.parallel
-    blocks = 12 * shape.num_layers * shape.hidden_size**2
-    assert 1.0e12 < blocks < 1.01e12
-    assert layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * 6 == processes(words) == 3072
-
-
-def test_the_turkish_scripts_print_their_commands(tmp_path: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "DRY_RUN": "1", "SCALE": "tiny", "WORK_DIR": str(tmp_path / "work")}
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / "turkish" / "run.sh")],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    trained = [shlex.split(line) for line in done.stdout.splitlines() if "pretrain_gpt.py" in line]
-    assert [parse(words[words.index("pretrain_gpt.py") + 1 :]).model.hidden_size for words in trained] == [32, 32]
-    assert done.stdout.count("python tools/") == 7 and list(tmp_path.iterdir()) == []
 
 
 def test_shell_scripts_are_clean() -> None:

@@ -83,22 +83,8 @@ def test_children_are_found_and_their_end_is_detected() -> None:
     assert not kill_and_resume.is_alive(child.pid)
 
 
-def test_the_two_runs_differ_only_in_layout_and_run_directory(tmp_path: Path) -> None:
-    demo = kill_and_resume.Demo(kill_and_resume.DemoFlags(), tmp_path, tmp_path)
-    killed, resumed = demo.training_flags("killed"), demo.training_flags("resumed")
-    assert [one for one, other in zip(killed, resumed, strict=True) if one != other] == [tmp_path / "killed"]
-    assert "short" in killed, "lines of a terminal's width"
-    assert demo.save_step < demo.kill_step < demo.size.steps
-    assert demo.layout_flags(2, 2)[-1] == 4 and demo.layout_flags(1, 1)[-1] == 16
-
-
 @pytest.mark.parametrize(("kind", "gpus", "ranks"), [("cuda", 1, 1), ("cuda", 3, 2), ("cuda", 8, 4), ("cpu", 1, 4)])
 def test_gpus_are_used_as_far_as_they_go(kind: str, gpus: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("choose_accelerator", None), ("device_type", kind), ("device_count", gpus)):
         monkeypatch.setattr(device, name, lambda value=value: value)
     assert kill_and_resume.hardware() == (kind, ranks)
-
-
-def test_a_sentence_that_is_cut_is_left_out() -> None:
-    assert kill_and_resume.whole_sentences("One. Two! Thr") == "One. Two!"
-    assert kill_and_resume.whole_sentences("no end") == "no end"

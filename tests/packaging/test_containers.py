@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import shutil
@@ -141,31 +140,6 @@ def test_what_the_apptainer_recipe_runs(recorded: Recorded) -> None:
     train = recorded.run(recipe["runscript"], "pretrain_gpt.py", "--data-path", "a b")
     assert train == [["python", f"{INSTALLED_AT}/pretrain_gpt.py", "--data-path", "a b"]]
     assert recorded.run(recipe["environment"] + "\npython $OMP_NUM_THREADS") == [["python", "1"]]
-
-
-def test_what_the_development_container_runs(recorded: Recorded) -> None:
-    folder = ROOT / ".devcontainer"
-    container = json.loads((folder / "devcontainer.json").read_text(encoding="utf-8"))
-    build = container["build"]
-    assert (folder / build["dockerfile"]).resolve() == ROOT / "Dockerfile" and (
-        folder / build["context"]
-    ).resolve() == ROOT
-    assert set(build["args"]) <= {rest.partition("=")[0] for name, rest in dockerfile() if name == "ARG"}
-    assert build["args"]["EXTRAS"] in PROJECT["optional-dependencies"]
-    calls = recorded.run(container["postCreateCommand"])
-    assert [call[:2] for call in calls] == [
-        ["apt-get", "update"],
-        ["apt-get", "install"],
-        ["python", "-m"],
-        ["python", "tools/doctor.py"],
-    ]
-
-
-@pytest.mark.parametrize("words", [["torch", "tpu"], ["torch"], ["kernels", "cpu"], []])
-def test_the_installer_says_what_it_takes(recorded: Recorded, words: list[str]) -> None:
-    command = ["bash", str(ROOT / "containers" / "install.sh"), *words]
-    finished = subprocess.run(command, env={"PATH": f"{recorded.shims}:/usr/bin:/bin"}, capture_output=True, text=True)
-    assert finished.returncode == 64 and "install.sh torch DEVICE" in finished.stderr and not recorded.log.exists()
 
 
 def manifest() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
-import megatron
 
 ROOT = Path(__file__).parents[2]
 TABLES = ("flags/legacy_flags.txt", "files/deepspeed_keys.txt")
@@ -89,32 +86,8 @@ def test_an_installed_package_has_the_presets_and_the_tables_of_flags(tmp_path):
     assert "recursive-include examples/configs *.yaml" in (ROOT / "MANIFEST.in").read_text()
 
 
-def test_every_dependency_has_its_reason():
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = text[text.index("dependencies = [") : text.index("[project.optional-dependencies]")].splitlines()[1:]
-    for number, line in enumerate(listed):
-        if line.strip().startswith('"'):
-            assert "#" in line or listed[number - 1].strip().startswith("#"), line
-
-
-def test_the_torch_requirement_allows_the_installed_version():
-    text = (ROOT / "pyproject.toml").read_text()
-    assert '"torch>=2.7"' in text and "torch" not in re.search(r"requires = \[.*\]", text).group()
-
-
 def test_every_package_is_installed():
     setuptools = pytest.importorskip("setuptools")
     found = setuptools.find_packages(str(ROOT), include=["megatron", "megatron.*", "trident", "trident.*"])
     modules = (path for root in ("megatron", "trident") for path in (ROOT / root).rglob("*.py"))
     assert set(found) == {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in modules}
-
-
-def test_version_and_licence():
-    assert re.fullmatch(r"\d+\.\d+\.\d+", megatron.__version__)
-    assert "Apache License" in (ROOT / "LICENSE").read_text()[:100]
-
-
-def test_the_source_archive_lacks_the_emulator():
-    lines = (ROOT / "MANIFEST.in").read_text().splitlines()
-    assert lines.index("prune csrc/emulator") > lines.index("recursive-include csrc *.cpp *.h *.cu")
-    assert (ROOT / "csrc/emulator").is_dir()

@@ -29,12 +29,6 @@ def commands(path: Path) -> list[str]:
     return [step["run"] for job in jobs(path).values() for step in job["steps"] if "run" in step]
 
 
-def test_there_are_tests_nightly_runs_and_releases() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["nightly", "release", "tests"]
-    assert any(command == "bash tests/run.sh" for command in commands(WORKFLOWS[2]))
-    assert any(command == "bash tests/run.sh --all" for command in commands(WORKFLOWS[0]))
-
-
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_commands_exist_and_jobs_are_bounded(path: Path) -> None:
     for name, job in jobs(path).items():

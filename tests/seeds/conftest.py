@@ -70,7 +70,7 @@ class FineTuning:
 
 @pytest.fixture(scope="session")
 def turkish(tmp_path_factory: pytest.TempPathFactory) -> Guide:
-    """What the page on Turkish GPT-2 left behind when all of its blocks had run."""
+    """The results of running all blocks of the page on Turkish GPT-2."""
     return follow_the_page(tmp_path_factory.mktemp("turkish"))
 
 

@@ -20,11 +20,6 @@ def test_sentences_are_kept_and_code_is_not() -> None:
     assert list(english.paragraphs("\n\n".join(parts))) == [SENTENCE, SENTENCE]
 
 
-def test_comments_that_code_divides_are_two() -> None:
-    source = f"# {SENTENCE}\nx = 1\n    # Second one: {SENTENCE}\ny = '#'\n"
-    assert list(english.paragraphs(english.comments(source))) == [SENTENCE, f"Second one: {SENTENCE}"]
-
-
 def test_each_paragraph_comes_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     texts = [("stdlib/a", f"{SENTENCE}\n\n{SENTENCE}"), ("stdlib/b", SENTENCE), ("stdlib/c", f"Other. {SENTENCE}")]
     monkeypatch.setattr(english, "_texts", lambda: iter(texts))
@@ -42,8 +37,3 @@ def test_too_little_english_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ):
         english.write_prose(tmp_path / "prose.jsonl")
     assert not (tmp_path / "prose.jsonl").exists()
-
-
-def test_this_python_has_a_manual_in_it() -> None:
-    source, found = next(english.prose_documents())
-    assert source.startswith("manual/") and len(found) >= 60

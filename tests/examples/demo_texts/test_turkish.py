@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 
-from examples.demo_texts.turkish import documents, questions, write_turkish_corpus
+from examples.demo_texts.turkish import questions, write_turkish_corpus
 from megatron.errors import StorageError
 
 COUNT = 500
@@ -46,24 +45,6 @@ def test_the_same_seed_gives_the_same_bytes_and_more_documents_begin_alike(folde
     assert whole.startswith((tmp_path / "fewer").read_bytes())
     write_turkish_corpus(tmp_path / "other", 20, 8)
     assert not whole.startswith((tmp_path / "other").read_bytes())
-
-
-def test_held_out_documents_are_not_in_the_corpus(folder: Path) -> None:
-    held_out = (folder / "held-out.txt").read_text().strip().split("\n\n")
-    assert len(held_out) == COUNT / 10 and not set(held_out) & set(texts(folder / "new" / "tr.jsonl"))
-    following = [document.text for document in itertools.islice(documents(7), COUNT, COUNT + len(held_out))]
-    assert held_out == following
-
-
-def test_questions_are_distinct_and_answers_end_in_a_period(folder: Path) -> None:
-    pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
-    asked = {pair["prompt"]: pair["answer"] for pair in pairs}
-    assert len(asked) == len(pairs) > 500 and all(answer.endswith(".") for answer in asked.values())
-    assert asked["İzmir hangi bölgededir?"] == "İzmir Ege Bölgesi'ndedir."
-    assert asked["“ısparta” büyük harflerle nasıl yazılır?"] == "ISPARTA."
-    assert asked["“istanbul” büyük harflerle nasıl yazılır?"] == "İSTANBUL."
-    assert asked["“kitap” sözcüğü belirtme durumunda nasıl yazılır?"] == "Kitabı."
-    assert asked["Yedi artı sekiz kaç eder?"] == "On beş eder."
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -35,27 +35,6 @@ def test_nouns(entry: str, forms: str) -> None:
     assert [Word.of(entry).with_suffixes(suffix) for suffix in NOUN_SUFFIXES] == forms.split()
 
 
-def test_suffixes_follow_each_other() -> None:
-    assert Word.of("göz").with_suffixes(grammar.PLURAL, grammar.POSSESSED, "nDA") == "gözlerinde"
-    assert Word.of("kedi").with_suffixes(grammar.POSSESSED) == "kedisi"
-    assert Word.of("yol").with_suffixes("CI") == "yolcu" and Word.of("iş").with_suffixes("CI") == "işçi"
-    assert Word.of("ev").with_suffixes() == Word.of("ev").with_suffixes("") == "ev"
-
-
-@pytest.mark.parametrize(
-    ("name", "forms"),
-    [
-        ("İstanbul", "İstanbul'u İstanbul'a İstanbul'da"),
-        ("Ayşe", "Ayşe'yi Ayşe'ye Ayşe'de"),
-        ("Iğdır", "Iğdır'ı Iğdır'a Iğdır'da"),
-        ("Tokat", "Tokat'ı Tokat'a Tokat'ta"),
-    ],
-)
-def test_names_keep_their_spelling(name: str, forms: str) -> None:
-    suffixes = (grammar.ACCUSATIVE, grammar.DATIVE, grammar.LOCATIVE)
-    assert [Word.name(name).with_suffixes(suffix) for suffix in suffixes] == forms.split()
-
-
 @pytest.mark.parametrize(
     ("entry", "forms"),
     [
@@ -75,19 +54,6 @@ def test_verbs(entry: str, forms: str) -> None:
     found = [conjugated(verb, grammar.PAST), conjugated(verb, grammar.PAST, negative=True)]
     found += [conjugated(verb, grammar.FUTURE), conjugated(verb, grammar.INFERRED)]
     assert [*found, progressive(verb), progressive(verb, negative=True), aorist(verb)] == forms.split()
-
-
-def test_persons() -> None:
-    come, go = Word.of("gel"), Word.of("git>gid")
-    past, future = ([conjugated(come, tense, person) for person in range(6)] for tense in ("DI", "(y)AcAk"))
-    assert " ".join(past) == "geldim geldin geldi geldik geldiniz geldiler"
-    assert " ".join(future) == "geleceğim geleceksin gelecek geleceğiz geleceksiniz gelecekler"
-    assert [progressive(go, person) for person in (0, 3)] == ["gidiyorum", "gidiyoruz"]
-    assert [aorist(go, person) for person in (0, 5)] == ["giderim", "giderler"]
-
-
-def test_a_question_particle_follows_the_vowels_of_its_word() -> None:
-    assert [grammar.question_particle(word) for word in ("aldı", "geldi", "okudu", "gördü")] == ["mı", "mi", "mu", "mü"]
 
 
 def test_both_letters_i_keep_their_dots() -> None:

@@ -122,14 +122,6 @@ def check(layout: Layout, cases: list[Case], expected: Curve, flags: Sequence[st
             check_curve(case, curve, expected, LOSS_RATIO, NORM_RATIO)
 
 
-def test_every_pair_of_values_is_in_a_case() -> None:
-    columns = (list(SCHEDULE_CHUNKS), ZERO_STAGES, list(RECOMPUTED), (1, 2), (1, 2))
-    rows = [(*case, tp, dp) for (tp, _, dp), cases in KEPT.items() for case in cases]
-    for one, other in itertools.combinations(range(len(columns)), 2):
-        covered = {(row[one], row[other]) for row in rows}
-        assert covered == set(itertools.product(columns[one], columns[other]))
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", KEPT, ids=layout_name)
 def test_a_schedule_equals_one_process(layout: Layout, alone: list[Curve]) -> None:

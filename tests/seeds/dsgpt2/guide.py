@@ -43,11 +43,6 @@ def commands_of_the_guide() -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
-def needs_a_server(command: str) -> bool:
-    """True if a command starts the server or sends it a request."""
-    return "8_serve" in command or command.startswith("curl")
-
-
 @functools.cache
 def dsgpt2_example() -> ExampleRun:
     """Runs the guide's commands except the server's."""
@@ -71,8 +66,8 @@ def dsgpt2_example() -> ExampleRun:
     }
     outputs = {}
     for command in commands_of_the_guide():
-        if needs_a_server(command):
-            continue
+        if "8_serve" in command or command.startswith("curl"):
+            continue  # the server and its client
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_SECONDS, check=False,

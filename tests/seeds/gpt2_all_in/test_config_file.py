@@ -33,7 +33,7 @@ def test_002_1_a_config_file_makes_a_named_run(
     scalars = _scalars(run / "tb")
     assert scalars["loss_train"][0] == 8 and scalars["loss_valid"] == [12, 24]
     assert train.main(["--config", "cpu.json", "--train-iters", "1", "--eval-iters", "0"]) == 0
-    assert len(list(Path("logs").glob("[a-z]*"))) == 2, "a second run of the same hour has a name of its own"
+    assert len(list(Path("logs").glob("[a-z]*"))) == 2, "a second run of the same hour has its own name"
 
 
 def _scalars(folder: Path) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def kernel_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernel is a process of its own, without this one's settings folder."""
+    """The kernel is a separate process without this one's settings folder."""
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
     monkeypatch.setenv("DS_ACCELERATOR", os.environ.get("DS_ACCELERATOR", "cpu"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,33 +15,18 @@ from tests.seeds.conftest import FineTuning
 pytestmark = pytest.mark.xdist_group("fine-tuning scenarios")  # one worker, so that the network is trained once
 
 
-@dataclass(frozen=True)
-class Tuned:
-    """A run of `sft.py` and the network it started from."""
-
-    base: FineTuning
-    run: Path
-
-
 def _sft(rank: int, words: list[str]) -> int:
     return sft.main(words)
 
 
-@pytest.fixture(scope="module")
-def tuned(fine_tuning: FineTuning, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
-    """The last of two layers and the final norm, trained on the pairs."""
-    run = tmp_path_factory.mktemp("sft") / "run"
+def test_002_7_frozen_layers_are_bit_identical(fine_tuning: FineTuning, tmp_path: Path) -> None:
     words = [
         *("--model", str(fine_tuning.base), "--data", str(fine_tuning.folder / "train.jsonl"), "--layers", "1"),
-        *("--epochs", "30", "--lr", "2e-2", "--output", str(run), "--batch-size", "8", "--global-batch-size", "8"),
-        *("--chat-template", "dsgpt2", "--keep-last", "4"),
+        *("--epochs", "3", "--lr", "2e-2", "--output", str(tmp_path / "run"), "--batch-size", "8"),
+        *("--global-batch-size", "8", "--chat-template", "dsgpt2", "--keep-last", "4"),
     ]
     assert run_ranks(_sft, 1, words) == [0]
-    return Tuned(fine_tuning, run)
-
-
-def test_002_7_frozen_layers_are_bit_identical(tuned: Tuned) -> None:
-    before, after = tuned.base.weights(tuned.base.base), tuned.base.weights(tuned.run / "ckpt")
+    before, after = fine_tuning.weights(fine_tuning.base), fine_tuning.weights(tmp_path / "run" / "ckpt")
     changed = {name for name in after if not torch.equal(before[name], after[name])}
     trained = ("decoder.layers.1.", "decoder.final_layernorm.")
     assert changed == {name for name in after if name.startswith(trained)} and len(changed) == 14

@@ -16,7 +16,7 @@ CELL = re.compile(r"([\d,]+) \(([\d,]+)\)")
 
 
 def table(rank: int) -> list[str]:
-    """What the command prints on one rank."""
+    """The lines that the command prints on one rank."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert zero_table.main(["--num-layers", "1", "--hidden-size", "32"]) == 0
     return printed.getvalue().splitlines()

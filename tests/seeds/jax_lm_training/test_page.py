@@ -7,65 +7,15 @@ import math
 import re
 
 import pytest
-import torch
-from datasets import Dataset
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.data.formats.indexed import IndexedDataset
 from megatron.data.formats.parquet_windows import WindowFile
-from megatron.inference.loaded_model import open_checkpoint
-from megatron.model.interface.step_context import StepSettings
-from megatron.observe.metrics_file import read_records, read_steps
-from megatron.parallel.mesh import ParallelMesh
+from megatron.observe.metrics_file import read_steps
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.projects.jax_lm_page import PageRun
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("jax-lm-training")]
-
-BEFORE, STRIDE = 1, 15  # special tokens before a window's text; tokens between the beginnings of windows
-TYPES = {"input_ids": "int64", "attention_mask": "float32", "labels": "int64"}
-
-
-def test_004_1_windows_hold_every_token(jax_lm: PageRun) -> None:
-    path = jax_lm.folder / "dataset" / "wikitext.train-00000-of-00001"
-    tokenizer = build_tokenizer(
-        TokenizerChoice("HFTokenizer", tokenizer_name_or_path=str(jax_lm.folder / "data" / "tr-tokenizer.json"))
-    )
-    lines = (jax_lm.folder / "data" / "train.jsonl").read_text().splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
-    rows = Dataset.from_parquet(f"{path.parent}/wikitext.train*", cache_dir=str(jax_lm.folder / "cache"))
-    assert {name: feature.feature.dtype for name, feature in rows.features.items()} == TYPES
-    with WindowFile(path) as file:
-        windows = next(file.batches(1000, group=0))
-    assert windows.input_ids.tolist() == list(rows["input_ids"])
-    ids, kept = windows.input_ids, windows.attention_mask == 1
-    assert ((windows.labels == ids) == kept).all() and (windows.labels[~kept] == -100).all()
-    row = 0
-    for text in texts:
-        expected = tokenizer.encode(text)
-        found: list[int] = []
-        while len(found) < len(expected):
-            part = ids[row][kept[row]][BEFORE:-1].tolist()
-            start = row_start(len(found), found, part)
-            found = found[:start] + part
-            row += 1
-        assert found == expected
-    assert row == len(ids)
-    exclamations = sum(tokenizer.encode(text).count(0) for text in texts)
-    assert tokenizer.decode([0]) == "!" and exclamations >= len(texts)
-    assert (ids[kept] == 0).sum() >= exclamations
-    tokens = sum(len(tokenizer.encode(text)) for text in texts)
-    assert f"Read {len(texts)} documents with {tokens} tokens; 0 empty documents and 0 bad lines" in jax_lm.err
-    assert f"Wrote {len(ids)} windows of 32 positions: {tokens} tokens, " in jax_lm.err
-    assert "Dropped 0 tokens" in jax_lm.err
-
-
-def row_start(length: int, found: list[int], part: list[int]) -> int:
-    """The offset of a window's text in its document; windows overlap and start a stride apart."""
-    if not found:
-        return 0
-    starts = [start for start in range(0, length, STRIDE) if found[start:] == part[: length - start]]
-    return starts[-1]
 
 
 FIGURES = r"epoch: (\d+) step: (\d+)/(\d+) loss: (\d+\.\d{4}) ppl: (\d+\.\d\d)"
@@ -98,27 +48,6 @@ def test_004_2_train_lm(jax_lm: PageRun) -> None:
     assert whole[1]["learning_rate"] == 3e-3
     assert whole[STEPS]["learning_rate"] == pytest.approx(3e-3 / STEPS)
     assert f"resumed twin/iter_{INTERRUPTED_AT:07d}: iteration {INTERRUPTED_AT}" in jax_lm.err
-
-
-def test_the_loss_is_the_mean_over_real_tokens(jax_lm: PageRun) -> None:
-    tokenizer = {"data.tokenizer_name_or_path": str(jax_lm.folder / "data" / "tr-tokenizer.json")}
-    loaded = open_checkpoint(str(jax_lm.folder / "artifacts"), tokenizer, ParallelMesh.single())
-    with WindowFile(jax_lm.folder / "dataset" / "wikitext.test-00000-of-00001") as file:
-        windows = next(file.batches(1000, group=0))
-    ids = torch.from_numpy(windows.input_ids)
-    with torch.inference_mode():
-        context = StepSettings().context(torch.zeros(len(ids), dtype=torch.int64), first_sample=0)
-        scores = loaded.model(ids, context)[..., : loaded.vocab_size].float().log_softmax(-1)  # [b, s, v]
-    nats, tokens = 0.0, 0
-    for row in range(len(ids)):
-        for position in range(1, ids.shape[1]):
-            if windows.attention_mask[row, position] and windows.labels[row, position] != -100:
-                nats -= float(scores[row, position - 1, ids[row, position]])
-                tokens += 1
-    records = read_records(jax_lm.folder / "artifacts" / "run" / "metrics.jsonl")
-    (loss,) = [one["lm_loss"] for one in records if one["kind"] == "evaluation" and one["iteration"] == STEPS]
-    assert loss == pytest.approx(nats / tokens, rel=1e-4)
-    assert (windows.attention_mask == 0).any(), "without padding, the mean over all positions would be the same"
 
 
 def test_004_3_parquet_and_token_files(jax_lm: PageRun) -> None:

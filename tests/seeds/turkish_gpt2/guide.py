@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "seeds" / "turkish_gpt2.md").read_text()
 HOSTS = "node[003-007,011]"
 DOCUMENTS = 200
-# What the page says, and what the test says instead: sizes, and the half precision that a CPU has not.
+# Values of the page and their replacements in the test: sizes, and the half precision that a CPU has not.
 _SMALLER = {
     "--documents 4000": f"--documents {DOCUMENTS}",
     "--vocab-size 8000": "--vocab-size 700",
@@ -90,7 +90,7 @@ def follow_the_page(folder: Path) -> Guide:
     _write_other_tokenizer(folder)
     blocks = "\n".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S))
     for words, smaller in {**_SMALLER, "MASTER_PORT=6000": f"MASTER_PORT={free_port()}"}.items():
-        assert words in blocks, f"the page no longer says {words}"
+        assert words in blocks, f"the page no longer contains {words}"
         blocks = blocks.replace(words, smaller)
     return Guide(folder, run(folder, blocks))
 

@@ -28,7 +28,7 @@ def test_001_9_the_block_trains_on_a_gpu(tmp_path: Path) -> None:
     block = block.replace("pretrain_gpt.py", str(ROOT / "pretrain_gpt.py"))
     programs = tmp_path / "bin"
     programs.mkdir()
-    write_deepspeed(programs, sys.executable)  # nobody need have activated the environment, nor installed its script
+    write_deepspeed(programs, sys.executable)  # needs no activated environment
     path = os.pathsep.join((str(programs), str(Path(sys.executable).parent), os.environ["PATH"]))
     packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PATH": path, "PYTHONPATH": packages}

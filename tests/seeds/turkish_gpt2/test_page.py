@@ -1,19 +1,15 @@
-"""The commands of docs/seeds/turkish_gpt2.md: doctor, corpus, token files, launchers, evaluation, export."""
+"""The commands of docs/seeds/turkish_gpt2.md: corpus, token files, launchers, evaluation, export."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
 import re
-import struct
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from megatron.data.formats.indexed import IndexedDataset
 from megatron.inference.loaded_model import open_checkpoint
 from megatron.observe.metrics_file import read_steps
 from megatron.parallel.mesh import ParallelMesh
@@ -22,18 +18,6 @@ from tests.helpers.networks import forward
 from tests.seeds.turkish_gpt2.guide import DOCUMENTS, Guide
 
 pytestmark = [pytest.mark.full, pytest.mark.xdist_group("turkish")]
-
-
-def test_001_1_doctor_shows_versions_backend_cores_and_what_is_off(turkish: Guide) -> None:
-    """Its exit code was 0: the page's shell ends at the first command that fails."""
-    said = turkish.output.partition("Wrote my-corpus.json")[0]
-    assert "Training can start." in said
-    found = dict(re.findall(r"^  \w+ +([\w -]+?)  +(\S.*)$", said, flags=re.M))
-    assert found["torch"] == importlib.metadata.version("torch") and "gloo" in found and "index builder" in found
-    assert (
-        found["gloo"] == "available, and the default here" and found["--fp16"] == "not available on the CPU; use --bf16"
-    )
-    assert found["cores"] == f"{len(os.sched_getaffinity(0))} usable by this process"
 
 
 PAIRS = (("I", "ı"), ("İ", "i"), ("I", "İ"), ("ı", "i"), ("IĞDIR", "iğdir"), ("ş", "s"), ("ğ", "g"))
@@ -55,38 +39,18 @@ def test_001_2_corpus_and_tokenizer_keep_every_letter(turkish: Guide) -> None:
 TOKENIZER = "--vocab gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer --append-eod"
 
 
-def read_pair(index: bytes, tokens: bytes) -> list[list[int]]:
-    """The documents of a pair, read by nothing but the format's description.
-
-    Source: Megatron's `.idx`: `MMIDIDX\\0\\0`, uint64 version, uint8 element type, uint64 sequences, uint64 boundaries
-    of documents, int32 lengths, int64 first bytes, int64 boundaries.
-    """
-    assert index[:9] == b"MMIDIDX\0\0"
-    version, kind, sequences, boundaries = struct.unpack_from("<QBQQ", index, 9)
-    assert (version, kind) == (1, 8), "uint16 where the vocabulary has fewer than 65,500 entries"
-    place = 9 + struct.calcsize("<QBQQ")
-    lengths = np.frombuffer(index, "<i4", sequences, place)
-    starts = np.frombuffer(index, "<i8", sequences, place + 4 * sequences)
-    edges = np.frombuffer(index, "<i8", boundaries, place + 12 * sequences)
-    assert len(index) == place + 12 * sequences + 8 * boundaries
-    assert len(tokens) == 2 * lengths.sum() and starts.tolist() == [0, *(2 * np.cumsum(lengths[:-1])).tolist()]
-    assert edges[0] == 0 and edges[-1] == sequences
-    parts = [np.frombuffer(tokens, "<u2", count, start) for count, start in zip(lengths, starts, strict=True)]
-    return [np.concatenate(parts[first:last]).tolist() for first, last in pairwise(edges)]
-
-
 def test_001_3_workers_programs_and_chunks_give_the_same_bytes(turkish: Guide) -> None:
     tool = "python tools/preprocess_data"
     turkish.run(
         f"{tool}.py --input my-corpus.json --output-prefix one {TOKENIZER} --workers 1\n"
         f"{tool}_dist.py --input my-corpus.json --output-prefix ranks {TOKENIZER}"
     )
-    tokens, index = whole = turkish.pair("my-gpt2")
+    whole = turkish.pair("my-gpt2")
     for name in ("one", "ranks", "my-gpt2-cores", "meg-gpt2_oscar"):
         assert turkish.pair(name) == whole, name
     files = turkish.folder / "gpt2-vocab.json", turkish.folder / "gpt2-merges.txt"
     tokenizer = build_tokenizer(TokenizerChoice("GPT2BPETokenizer", *map(str, files)))
-    found = read_pair(index, tokens)
+    found = [ids.tolist() for ids in IndexedDataset(turkish.folder / "my-gpt2_text_document")[:]]
     assert {ids[-1] for ids in found} == {tokenizer.eod_id}
     assert [tokenizer.decode(ids[:-1]) for ids in found] == turkish.texts()
 
