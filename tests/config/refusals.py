@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import shlex
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -32,7 +34,7 @@ def outcome(line: str) -> RunRequest | list[str]:
     """The requested or resolved run of a line, or its problems."""
     text, *more = (part.strip() for part in f" {line}".split(" | "))
     options = dict(part.partition(" ")[::2] for part in more)
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+    with _empty_folder():
         for part in more:
             if part.startswith("file "):
                 _, name, content = part.split(" ", 2)
@@ -52,6 +54,18 @@ def outcome(line: str) -> RunRequest | list[str]:
             return check_resume(resolve(saved, machine, TokenizerFacts(1000, 999, "f")).to_json(), run)
         except ConfigError as failure:
             return list(failure.problems)
+
+
+@contextlib.contextmanager
+def _empty_folder() -> Iterator[None]:
+    """Changes to a new folder for as long as the context lasts."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
 
 
 def _machine(text: str) -> Machine:
