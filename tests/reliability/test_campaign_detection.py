@@ -119,7 +119,7 @@ def test_damage_that_goes_unnoticed_is_a_problem(form: str) -> None:
     assert load_damaged(copied(), original) == "equal"
     tree = copied()
     del tree[folder_name(NEWER)]
-    with pytest.raises(Unnoticed, match="the older step was loaded without a word"):
+    with pytest.raises(Unnoticed, match="the older step was loaded without a message"):
         load_damaged(tree, original)
     tree = copied()
     tree[folder_name(NEWER)][MANIFEST_NAME] = tree[folder_name(NEWER - 1)][MANIFEST_NAME]
