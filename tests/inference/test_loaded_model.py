@@ -46,7 +46,7 @@ def test_a_flag_may_choose_the_dtype_but_not_the_network(checkpoints: Path) -> N
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
     checkpoints = make_checkpoint(tmp_path, "--objective", "masked", "--bidirectional")
-    message = r"iter_0000003 holds an encoder \(--bidirectional, --objective masked\): it predicts masked tokens"
+    message = r"iter_0000003 holds an encoder \(--bidirectional, --objective masked\), which predicts masked tokens"
     with pytest.raises(ConfigError, match=message):
         open_checkpoint(str(checkpoints), {}, ParallelMesh.single())
 

@@ -26,7 +26,9 @@ def test_the_command_of_the_page_shows_the_runs_until_it_is_stopped(tmp_path: Pa
     words = [sys.executable, str(ROOT / "tools/dashboard.py"), "runs", "--port", "0"]
     with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline() if process.stdout else ""
-        found = re.fullmatch(r"1 run in runs: (http://127\.0\.0\.1:\d+) \(Ctrl-C ends it\)\n", line)
+        found = re.fullmatch(r"1 run in runs: (http://127\.0\.0\.1:\d+) \(Ctrl-C to stop\)\n", line)
+        if not found:
+            process.kill()  # leaving the block waits for it
         assert found, line
         with urllib.request.urlopen(f"{found.group(1)}/api/runs", timeout=120) as answer:
             assert [run["name"] for run in json.load(answer)["runs"]] == ["first"]

@@ -53,7 +53,7 @@ def _trained(rank: int, tp: int, kernels_at: str) -> list[tuple[Trained, Trained
                 batches = [*local_batches(RECIPE, config, mesh, step, True)] * passes
                 result = engine.train_batch(batches, RECIPE.learning_rate)
                 curve.append((result.loss, result.gradient_norm))
-                alone.append(sums._is_only)
+                alone.append(sums._has_single_pass)
             state = {str(key): values.clone() for key, values in owned_pieces(engine)}
             pair.append((curve, state, alone))
         results.append((pair[0], pair[1]))

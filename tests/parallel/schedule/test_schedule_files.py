@@ -74,7 +74,7 @@ def test_pauses_blanks_and_quotes_mean_nothing(tmp_path: Path, end: str) -> None
             "waits for 0F1, which comes after 0B0 on rank 0. Change the order of one of these ranks.",
         ),
         (GOOD + "2F0,2B0,2F1,2B1\n", "is for 3 ranks (--pipeline-model-parallel-size 2)"),
-        ("0F0,0B0,0F1,0B1,2F0,2B0,2F1,2B1\n1F0,1B0,1F1,1B1,3F0,3B0,3F1,3B1\n", "is for 2 chunks a rank"),
+        ("0F0,0B0,0F1,0B1,2F0,2B0,2F1,2B1\n1F0,1B0,1F1,1B1,3F0,3B0,3F1,3B1\n", "is for 2 chunks per rank"),
         ("0F0,0B0\n1F0,1B0\n", "is for 1 micro-batch (a step has 2: --global-batch-size)"),
     ],
 )

@@ -63,8 +63,8 @@ def connect_three(rank: int) -> dict[str, Any]:
         opening.network_namespace = lambda differing=differing: f"net {rank in differing}"  # type: ignore[misc]
         watch = Watch()
         watch.open(mesh, rendezvous(), WatchLimits(20, 40))
-        assert watch._meeting is not None
-        found[name] = watch._meeting.coordinators
+        assert watch._connected is not None
+        found[name] = watch._connected.coordinators
         found[f"{name} answers"] = watch.peers_answer()
         dist.barrier()
         with watch:

@@ -378,7 +378,7 @@ def test_the_fastest_layout_does_not_keep_the_flags_of_the_command(flags: str, f
     ("flags", "sentence"),
     [
         ("--pipeline-model-parallel-size 2", r"is for 4 ranks \(--pipeline-model-parallel-size 2\)"),
-        ("--virtual-pipeline-model-parallel-size 3", r"is for 2 chunks a rank \(--virtual-pipeline-.* 3\)"),
+        ("--virtual-pipeline-model-parallel-size 3", r"is for 2 chunks per rank \(--virtual-pipeline-.* 3\)"),
         ("--global-batch-size 12", r"satisfies --pipeline-schedule .*mine.csv for 8 micro-batches\. Drop"),
     ],
 )

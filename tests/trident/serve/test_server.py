@@ -203,5 +203,5 @@ def test_a_hostile_template_delays_no_other_request(served: ServedModel, monkeyp
             if seat.child is not None:
                 os.kill(seat.child._process.pid, signal.SIGKILL)
             time.sleep(0.05)
-        assert "ended with -9" in body_of(killed.result())
+        assert "exited with -9" in body_of(killed.result())
         assert b" 200 " in talk("good").splitlines()[0]

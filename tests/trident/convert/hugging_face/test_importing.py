@@ -168,7 +168,7 @@ def test_an_existing_folder_is_refused(tiny_model: TinyModel, tmp_path: Path) ->
         ({"hidden_act": "mish"}, '"hidden_act": "mish", which is not among the supported values "silu"'),
         ({"num_attention_heads": "4"}, '"num_attention_heads": "4", which should be an integer'),
         ({"some_switch": True}, '"some_switch": true, which is unknown in this family'),
-        ({"num_attention_heads": 3}, "network that cannot be built: --num-attention-heads 3 cannot be divided"),
+        ({"num_attention_heads": 3}, "network that cannot be built: --num-attention-heads 3 is not divisible"),
         ({"num_hidden_layers": 2}, "unexpected: model.layers.2.input_layernorm.weight"),
         ({"intermediate_size": 64}, r"of another shape: model.layers.0.mlp.gate_proj.weight has shape \[80, 48\]"),
         ({"attention_bias": True}, "missing: model.layers.0.self_attn.q_proj.bias"),

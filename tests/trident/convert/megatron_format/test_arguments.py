@@ -116,7 +116,7 @@ def test_the_broken_rotation_is_refused_by_its_cause() -> None:
         (NVIDIA | {"normalization": "DeepNorm"}, "normalization = deepnorm"),
         (stored(glu_activation="gau"), "glu_activation = 'gau'"),
         (without(stored(), "num_layers"), "num_layers = None"),
-        (stored(num_attention_heads=5, kv_channels=None), "hidden-size 32 cannot be divided"),
+        (stored(num_attention_heads=5, kv_channels=None), "hidden-size 32 is not divisible"),
     ],
 )
 def test_other_networks_are_refused_by_name_and_value(values: dict[str, Any], said: str) -> None:

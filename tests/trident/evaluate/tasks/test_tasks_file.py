@@ -80,7 +80,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_text_that_nothing_can_encode_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'here: the text "a\\ud800" contains U\+D800'):
+    with pytest.raises(ConfigError, match=r'here: "a\\ud800" contains the unpaired surrogate U\+D800'):
         task_from({"task": "multiple_choice", "data": "a", "separator": "a\ud800"}, Path(), "here")
 
 
