@@ -102,7 +102,7 @@ def test_training_goes_on_whenever_the_disk_fills_up(tmp_path: Path, corpus: Tin
         if missing:
             # The record that did not fit may be the evaluation after the step before, or the start's.
             first = f"({min(missing)}|{min(missing) - 1}|0)"
-            text = f"metrics.jsonl: records of steps {first} to {STEPS} .No space left on device"
+            text = f"metrics.jsonl: records of steps {first} to {STEPS} are missing .No space left on device"
             assert re.search(text, "".join(last_lines)), (missing, last_lines)
     place = min(went_on)
     (resumed,) = run_ranks(train_on, 1, [(flags_of(corpus, tmp_path / f"at{place}", train_iters=10), "/none", None)])[0]
