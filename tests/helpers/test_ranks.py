@@ -28,6 +28,7 @@ def _sleeps(rank: int) -> None:
     time.sleep(60)
 
 
+@pytest.mark.full
 def test_run_ranks_shows_the_first_failure() -> None:
     with pytest.raises(RankFailure, match="rank 1 broke"):
         run_ranks(_fails_on_one, 2)

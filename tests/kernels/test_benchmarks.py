@@ -36,6 +36,7 @@ def test_every_operation_is_measured_and_so_is_torch(compiled: Library, capsys: 
         kernels_cpu.main([*SHORT, "--library", str(compiled.folder), "--operations", "levitation"])
 
 
+@pytest.mark.full
 def test_the_parts_of_the_gpu_page_that_need_them(
     compiled: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def without_locks(found: Contents) -> dict[str, bytes]:
     return {name: data for name, data in found.items() if not name.endswith(".lock")}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("is_there", [True, False], ids=["over older files", "new"])
 def test_a_failure_of_each_operation(tmp_path: Path, inputs: Path, name: str, is_there: bool) -> None:

@@ -26,6 +26,7 @@ FLIPS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(FLIPS, ["tp2-zero1-bf16 master", "dp2-zero0 weight, at an interval"]))
 def test_a_flipped_bit_in_a_copy_ends_the_run_with_the_last_checkpoint_intact(
     name: str, corpus: TinyCorpus, tmp_path: Path
@@ -39,6 +40,7 @@ def test_a_flipped_bit_in_a_copy_ends_the_run_with_the_last_checkpoint_intact(
     assert ending.checkpoints == {2: 0}
 
 
+@pytest.mark.full
 def test_without_the_check_the_copies_drift_apart_unnoticed(corpus: TinyCorpus, tmp_path: Path) -> None:
     """So it is the check that finds them."""
     poison = Poison(1, 3, "weight", "flip", NORM, 0.5, 20)

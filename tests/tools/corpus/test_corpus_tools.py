@@ -32,6 +32,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_demo_corpus_is_large_and_reproducible(demo: Path, tmp_path: Path) -> None:
     assert demo.stat().st_size >= 10_000_000

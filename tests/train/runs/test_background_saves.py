@@ -123,7 +123,7 @@ def failed_saves(folder: Path) -> list[int]:
     return found[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
 @pytest.mark.parametrize("exits_at_first", [False, True], ids=["three", "first"])
 def test_saves_that_are_refused_in_a_row_end_all_ranks_at_the_same_step(

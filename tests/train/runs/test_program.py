@@ -59,7 +59,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("name", sampled(LAYOUTS, ["tp2pp2", "dp2-zero3", "recompute"]))
 def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, name: str) -> None:
     world, changes = LAYOUTS[name]
@@ -73,7 +73,7 @@ def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path
         assert other[step] == pytest.approx(loss, rel=1e-5), step
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.full
 @pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
 def test_document_boundaries_mean_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, flag: str) -> None:
     settings = {"hidden_dropout": 0, "attention_dropout": 0, "train_iters": 4}
