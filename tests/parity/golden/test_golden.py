@@ -27,7 +27,11 @@ from tests.parity.golden.golden_curves import (
     read_golden,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("golden")]  # one worker, so that the curves are trained once
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("golden"),
+]  # one worker, so that the curves are trained once
 ROOT = Path(__file__).resolve().parents[3]
 # (loss, gradient norm). With other code paths of ATen, MKL and oneDNN than those fixed here, float32 moved by at most
 # (4e-8, 1e-7) and bfloat16 by (2.4e-5, 1.4e-3): another machine must not fail, and a change of the arithmetic must.

@@ -15,7 +15,7 @@ from megatron.observe.metrics_file import read_records, read_steps
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, train_here, write_tiny_corpus
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 # Lengths that no layout divides: samples are padded.
 NETWORK = {

@@ -26,7 +26,7 @@ from tests.helpers.ranks import run_ranks
 from tests.trident.convert.comparison import export, load_reference, relative
 from tests.trident.convert.tiny_models import LENGTH, sample_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 # One of each family; one with a single key head for all ranks, and a number of heads that is no power of two.
 MODELS = (
     "gpt2", "neox-parallel", "bloom-12", "llama-grouped-llama3", "llama-multi-query-linear", "mistral", "qwen2-window",
