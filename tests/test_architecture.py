@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.architecture import rules, tables
 from tests.helpers.architecture.rules import RULES, Rule, Source
+from tests.helpers.architecture.syntax import imported_names
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ("megatron", "trident")
@@ -138,9 +139,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
     files = {file.module: file for file in sources(("megatron/**/*.py", "trident/**/*.py"))}
     graph: dict[str, set[str]] = {}
     for name, file in files.items():
-        statements = list(rules.imports(file.nodes))
-        named = {f"{module}.{alias.name}" for node, module in statements for alias in getattr(node, "names", ())}
-        graph[name] = ({module for _, module in statements} | named) & files.keys()
+        graph[name] = imported_names(file.nodes) & files.keys()
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 

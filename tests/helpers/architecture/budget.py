@@ -11,6 +11,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+from tests.helpers.architecture.syntax import imported_names
+
 ROOT = Path(__file__).resolve().parents[3]
 BUDGET = ROOT / "budget.toml"
 ROOTS = ("megatron", "trident")
@@ -69,12 +71,7 @@ def lowered(budget: int, size: int) -> int:
 
 def _imported(path: Path) -> set[str]:
     """The modules of both packages that a file imports anywhere, with the packages they are in."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    names = imported_names(ast.walk(ast.parse(path.read_text())))
     parts = [name.split(".") for name in names]
     return {".".join(words[:end]) for words in parts for end in range(1, len(words) + 1)} & modules().keys()
 

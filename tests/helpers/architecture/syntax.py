@@ -28,6 +28,18 @@ def imports(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.stmt, str]]:
                 yield node, node.module
 
 
+def imported_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """The dotted names in import statements: a and a.b of `from a import b`, where b may be a module."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
 def foreign_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Every imported thing and every dotted name, with import aliases written out."""
     aliases: dict[str, str] = {}

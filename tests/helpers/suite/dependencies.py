@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 
+from tests.helpers.architecture.syntax import imported_names
+
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("megatron", "trident", "tools", "tasks", "tests", "campaigns", "benchmarks", "examples", "docs")
 EVERYTHING = {"pyproject.toml", "tests/conftest.py", "tests/run.sh"}  # a change of these selects every test
@@ -90,19 +92,12 @@ def _direct(path: str) -> frozenset[str]:
 
 def _direct_of_python(path: str) -> set[str]:
     """As above; in the library, which names files and modules in messages, only a string that is a module counts."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    nodes = list(ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
     is_test = path.startswith(("tests/", "campaigns/", "benchmarks/", "docs/"))
-    documents = {id(node.body[0].value) for node in ast.walk(tree) if _has_docstring(node)}
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                names.update(_files_of_module(alias.name))
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(_files_of_module(node.module))
-            for alias in node.names:
-                names.update(_files_of_module(f"{node.module}.{alias.name}"))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    names = {file for module in imported_names(nodes) for file in _files_of_module(module)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             text = node.value
             if is_test or _MODULE.fullmatch(text):
                 names.update(_named_in(text))
@@ -112,13 +107,6 @@ def _direct_of_python(path: str) -> set[str]:
         parents = [str(parent / "conftest.py") for parent in PurePosixPath(path).parents]
         names.update(parent for parent in parents if parent in _tracked())
     return names
-
-
-def _has_docstring(node: ast.AST) -> bool:
-    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) or not node.body:
-        return False
-    first = node.body[0]
-    return isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
 
 
 def _files_of_module(module: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Selection of tests: the core with samples (`--core`), what the core leaves out (`--rest`), what a change affects.
 
 A test marked `full` runs without `--core` only. Of a test marked `sampled(n)`, the core runs each nth case, beginning
-with the first. Plain `pytest PATH` runs everything it is given.
+with the first; cases marked `campaign` do not count. Plain `pytest PATH` runs everything it is given.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def core_of(items: list[pytest.Item]) -> set[int]:
     core: set[int] = set()
     cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("full"):
+        if item.get_closest_marker("full") or item.get_closest_marker("campaign"):
             continue
         if marker := item.get_closest_marker("sampled"):
             function = item.nodeid.partition("[")[0]
