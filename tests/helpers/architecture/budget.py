@@ -58,9 +58,9 @@ def sizes() -> dict[str, int]:
     return dict(counts)
 
 
-def budgets() -> dict[str, int]:
-    """The most lines of each, as `budget.toml` has them."""
-    entries = re.findall(r'(?m)^"(.+)" = ([\d_]+)', BUDGET.read_text())  # Python 3.10 has no tomllib
+def budgets(path: Path = BUDGET) -> dict[str, int]:
+    """The numbers in a file of upper limits, by their key."""
+    entries = re.findall(r'(?m)^"(.+)" = ([\d_]+)', path.read_text())  # Python 3.10 has no tomllib
     return {key: int(number) for key, number in entries}
 
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from tests.helpers.architecture.budget import budgets
+
 ROOT = Path(__file__).resolve().parents[3]
 CEILINGS = ROOT / "wording.toml"
 CODE = ("megatron", "trident", "tools", "tasks", "examples", "pretrain_gpt.py", "train_on_text.py")
@@ -66,12 +68,12 @@ def hits(paths: tuple[str, ...] = CODE + DOCUMENTS) -> dict[str, list[tuple[str,
 
 def ceilings() -> dict[str, int]:
     """The most hits of each pattern."""
-    return {key: int(number) for key, number in re.findall(r'(?m)^"(.+)" = (\d+)', CEILINGS.read_text())}
+    return budgets(CEILINGS)
 
 
 def lower(counts: dict[str, int]) -> None:
     """Writes the ceilings that are higher than the counts anew."""
-    known = ceilings() if CEILINGS.exists() else {}
+    known = ceilings()
     entries = [f'"{pattern}" = {min(count, known.get(pattern, count))}\n' for pattern, count in counts.items()]
     CEILINGS.write_text("# Hits of tests/helpers/architecture/wording.py; a ceiling only falls.\n" + "".join(entries))
 
