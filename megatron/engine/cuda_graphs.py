@@ -161,7 +161,7 @@ class MicroBatchGraphs:
         return graph.outcome
 
     def set_gradients(self, outcome: Outcome, *, accumulates: bool) -> None:
-        """Sets the gradients of the parameters to those of an outcome, see `set_gradients`."""
+        """Sets the gradients of the parameters to those of an outcome, see the function of the same name."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         set_gradients(list(zip(trained, outcome.gradients, strict=True)), accumulates=accumulates)
 

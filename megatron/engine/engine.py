@@ -123,9 +123,9 @@ class Engine:
         self._count.restart(updates, averaging_weight)
 
     def before_update(self, work: Callable[[], None]) -> None:
-        """Registers work to be done before each change of the weights: an update, or `using_averages`.
+        """Registers work to be done before each optimizer update, and before `using_averages` exchanges the weights.
 
-        The work is not done for an update that the host knows to be skipped.
+        The work is not done for an update that the host knows in time to be skipped.
         """
         self._before_changes.append(work)
 

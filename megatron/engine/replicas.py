@@ -48,7 +48,7 @@ class Replica:
         kind: the kind of values; "weight" is the network's weight.
         values: this rank's copy, or its part of a partitioned copy.
         first: offset of that part in the copy.
-        divided_over: the axis that partitions each copy, perhaps differently; None for whole copies.
+        divided_over: the axis that partitions each copy, not all of them alike; None for whole copies.
     """
 
     name: str

@@ -131,7 +131,8 @@ def refresh_weights(
         update_count: number of optimizer updates of the loaded moments, for bias correction; None if only weights were
             loaded, which resets the optimizer.
         averaging_weight: see `Engine.averaging_weight`.
-        restarts_averages: restart the averages from the weights instead of the loaded averages.
+        restarts_averages: restart the averages from the weights, whatever was loaded; a checkpoint without averages has
+            loaded its weights for them.
     """
     engine.restart_count(update_count or 0, averaging_weight)
     freezing = engine.freezing = engine.freezing.as_of(engine.update_count, averaging_weight)

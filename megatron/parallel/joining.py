@@ -33,11 +33,11 @@ _LOOKUP_TRIES = 3  # one second apart
 _CONNECTIONS_PER_RANK, _OTHER_FILES, _FEWEST_OTHER_FILES = 4, 1024, 64
 # After the limit, the time in which the main thread may give up before the monitor's thread acts.
 _GRACE_SECONDS = 2.0
-# For ranks that gave up: how long they wait for each other, and for a reply of the store.
+# How long ranks that gave up wait for each other, and for a reply of the store; longer than the grace period.
 _ANSWER_SECONDS = 5.0
 # How long they wait for the one rank that determines which are missing.
 _ACCOUNT_SECONDS = 30.0
-# Polling interval; the store serves some 65,000 requests a second (measured on two cores) from all ranks.
+# Shortest polling interval, and most polls of all ranks; the store serves some 65,000 a second (on two cores).
 _POLL_SECONDS, _POLLS_PER_SECOND = 0.1, 8192
 _KEYS_PER_REQUEST = 1024
 _MOST_NAMED = 16
@@ -201,7 +201,7 @@ def _open_store(ranks: Ranks, timeout: timedelta) -> dist.Store:
 
 
 def _new_namespace(timeout: timedelta) -> dist.Store:
-    """A new namespace of the store: it may outlive a mesh, under torchrun always, and torch would read the addresses of
+    """A new namespace of the store, which may outlive a mesh, under torchrun always: torch would find the addresses of
     the earlier mesh under the same keys.
     """
     store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))

@@ -127,7 +127,7 @@ def receive(tensor: torch.Tensor, axis: Axis, source: int) -> torch.Tensor:
 def wait_for(works: Iterable[dist.Work], axis: Axis, kind: str = "") -> None:
     """Waits for messages between ranks of the axis, and times only the wait.
 
-    Asynchronous messages are awaited here, too: the run's monitor takes this module for a rank that waits for others.
+    Asynchronous messages are awaited here, too: `watch/stacks.py` recognizes a waiting rank by this module.
     """
     with axis.timed(kind):
         for work in works:
@@ -155,7 +155,7 @@ class PendingMessage:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> torch.Tensor:
-        """Waits for the message (on a GPU, work queued from now on does) and returns its tensor."""
+        """Waits for the message (on a GPU, only work queued from now on waits) and returns its tensor."""
         if self._work is not None:
             wait_for([self._work], self._axis, TRANSFER)
             self._work = None
@@ -195,7 +195,7 @@ def gather_bytes(content: bytes, axis: Axis) -> list[bytes] | None:
     """Returns the bytes of every rank of the axis, in axis order, on its first rank, and None on the others.
 
     In a group every rank sends an eight-byte length and its bytes padded to the longest, because NCCL opens a
-    communicator for each pair of ranks with messages of its own; in a tree the ranks between relay them.
+    communicator for each pair with point-to-point messages; in a tree the ranks between relay them.
     """
     if axis.tree is not None:
         return axis.tree.gather(content)
@@ -224,7 +224,7 @@ def broadcast_json(value: Any, axis: Axis, source: int = 0) -> Any:
 def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     """Gathers a JSON-serializable value from every rank of the axis, in axis order, on every rank.
 
-    The bytes a rank receives grow with the size of the axis; if one rank needs the values, `gather_bytes` is cheaper.
+    The bytes a rank receives grow with the size of the axis; if only one rank needs them, `gather_bytes` is cheaper.
     """
     gathered = gather_bytes(json.dumps(value).encode(), axis)
     values = None if gathered is None else [json.loads(content) for content in gathered]

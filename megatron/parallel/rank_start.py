@@ -1,6 +1,6 @@
 """First steps of a process that may be a rank, before it reads its flags and before slow imports.
 
-Must not import torch. A rank does not outlive the launcher that started it.
+Must not import torch, even indirectly. A rank does not outlive the launcher that started it.
 """
 
 from __future__ import annotations

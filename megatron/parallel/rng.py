@@ -73,7 +73,7 @@ def hidden_dropout(
     """The dropout mask of hidden states `[b, s, h]`: a hash of (seed, site, sample, position, channel).
 
     The probability is rounded to a multiple of 1/65536, and the scale uses the rounded value; the configuration rejects
-    values that are not such multiples. None for probability 0.
+    one that this changes by more than 1%. None for probability 0.
 
     Shapes: sample_ids `[b]`; positions `[s]` or `[b, s]` int64; rows of the result `[b, s]`.
 

@@ -177,7 +177,7 @@ class PartitionedView(OwningView):
         for master, part, group in zip(masters, parts, groups, strict=True):
             master.data = part.data
             for mapping in (getattr(parameter, "_hp_mapping", None) for parameter in group.parameters):
-                if mapping is not None:  # it refers to DeepSpeed's copy
+                if mapping is not None:  # it would keep DeepSpeed's copy in memory
                     address = mapping.hp_fragment_address
                     mapping.hp_fragment = part.data.narrow(0, address.start, address.numel)
         return True

@@ -37,8 +37,8 @@ class FiniteCheck:
         return torch.cat([self._loss, *(largest for _, largest in self._buckets)]).isfinite().logical_not().any()
 
     def describe(self, layers: Sequence[str], mesh: ParallelMesh) -> str:
-        """Describes the ranks with NaN or infinity, starting with the layer nearest to the loss, as backward passes do;
-        collective over all ranks.
+        """Describes the ranks with NaN or infinity, those nearest to the loss first, because a backward pass spreads it
+        from there; collective over all ranks.
 
         Args:
             layers: global names of the layers of the whole network.

@@ -21,8 +21,8 @@ class MainGradients(FlatGradients):
     A pass takes a fixed number of calls for any number of parameters, and one kernel launch; torch's addition of half
     precision to fp32 launches one for each parameter.
 
-    If a step has a single backward pass, its gradients can stay in `.grad`: copying them to fp32, and measuring and
-    reading them there, costs 10 more bytes of memory traffic per parameter.
+    If a step has a single backward pass, its gradients can stay where it leaves them: copying them to fp32, and
+    measuring and reading them there, costs 10 more bytes of memory traffic per parameter.
 
     Args:
         buffers: one for each group, with zero padding.

@@ -18,7 +18,7 @@ from megatron.kernels.optimizer import gradients_unless_skipped, unless_skipped
 class Lion(torch.optim.Optimizer):
     """Lion with decoupled weight decay; element-wise, so its tensors may be parts of parameters.
 
-    A step is skipped if `found_inf`, known from `torch.amp.GradScaler`, is set and not 0.
+    A step is skipped if `found_inf` is set, as by `torch.amp.GradScaler`, and not 0.
 
     Args:
         groups: each with its `params` and `weight_decay`.

@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for groups with `is_orthogonal`, and another optimizer for the rest.
 
     The tensors of its groups may be flat and hold ranges of many matrices, which `connect` describes; steps before
-    that do nothing. A step is skipped if `found_inf`, known from `torch.amp.GradScaler`, is set and not 0.
+    that do nothing. A step is skipped if `found_inf` is set, as by `torch.amp.GradScaler`, and not 0.
 
     Args:
         groups: of all parameters.

@@ -37,7 +37,7 @@ _LEAST = 1e-300  # avoids division by zero while no learning rate has been above
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free AdamW; element-wise, so its tensors may be parts of parameters.
 
-    A step is skipped if `found_inf`, known from `torch.amp.GradScaler`, is set and not 0; else it overwrites gradients.
+    A step is skipped if `found_inf` is set, as by `torch.amp.GradScaler`, and not 0; else it overwrites gradients.
 
     Args:
         groups: each with its `params`, `weight_decay` and `eps`.

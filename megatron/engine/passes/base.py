@@ -55,4 +55,4 @@ class Passes(ABC, Generic[_View]):
         """Runs forward passes without gradients; the network is in evaluation mode."""
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
-        """Captures passes as CUDA graphs from now on, unless `graph_refusal` has a reason against it."""
+        """Captures passes as CUDA graphs from now on; the caller has checked that `graph_refusal` is None."""

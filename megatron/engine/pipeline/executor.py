@@ -1,8 +1,8 @@
 """Executes pipeline schedules: the passes of micro-batches through the chunks of this rank, and their messages.
 
-Every rank reads every micro-batch, so messages carry only hidden states, also of an objective's auxiliary network such
-as a teacher, and their gradients, in shapes that both ends know. Messages are started in the order of the
-schedule, which is the same at both ends, and awaited when their content is used.
+Every rank reads every micro-batch, so messages carry only hidden states and their gradients, and hidden states of an
+objective's auxiliary network, such as a teacher, in shapes that both ends know. Messages are started in the order of
+the schedule, which is the same at both ends, and awaited when their content is used.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ BY_COST, EVENLY = Division(), Division(by_cost=False)
 
 
 def _preferred(placement: Placement) -> list[int]:
-    """The order in which chunks get an additional block if their costs are equal."""
+    """Each chunk's position in the order in which chunks of equal cost get an additional block."""
     chunks = list(range(placement.chunks))
     if placement.chunks > placement.ranks and placement.owner(chunks[-1]) == 0:
         order = [*reversed(chunks[: placement.ranks]), *chunks[placement.ranks :]]
@@ -112,7 +112,7 @@ def _balanced(blocks: Sequence[int], ends: tuple[int, int], owners: Sequence[int
 
     Args:
         owners: the rank of each chunk.
-        order: the order in which chunks of equal cost get a block.
+        order: each chunk's position in the order in which chunks of equal cost get a block.
     """
     block = sum(blocks)  # costs are scaled by the number of blocks, to stay integers
     chunks = [block] * len(owners)

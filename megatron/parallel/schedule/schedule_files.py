@@ -24,7 +24,7 @@ def read_orders(path: str) -> tuple[Placement, int, Orders]:
     """Reads the placement, the number of micro-batches and the computations of each rank.
 
     Raises:
-        ConfigError: the file cannot be read, or a computation is missing or duplicate. Deadlocks are not detected.
+        ConfigError: the file cannot be read, or a computation is missing or duplicated. Deadlocks are not detected.
     """
     text = read_text(path, f"--pipeline-schedule {path}", _MOST_BYTES)
     # Cells contain no commas, so quotes, which some programs write, can simply be stripped.

@@ -139,21 +139,21 @@ def with_messages(timeline: Sequence[TimedComputation], placement: Placement) ->
     events = [(each.end, False, index) for index, each in enumerate(timeline)]
     events += [(each.start, True, index) for index, each in enumerate(timeline)]
     for _, starts, index in sorted(events):
-        done = timeline[index]
+        timed = timeline[index]
         if starts:
-            programs[done.rank].append(Action(done.kind, done.chunk, done.micro_batch))
+            programs[timed.rank].append(Action(timed.kind, timed.chunk, timed.micro_batch))
             continue
-        forward = done.kind is Kind.FORWARD
-        target = done.chunk + (1 if forward else -1)
-        if done.kind is Kind.WEIGHT_BACKWARD or not 0 <= target < placement.chunks:
+        forward = timed.kind is Kind.FORWARD
+        target = timed.chunk + (1 if forward else -1)
+        if timed.kind is Kind.WEIGHT_BACKWARD or not 0 <= target < placement.chunks:
             continue
         peer = placement.owner(target)
-        if peer != done.rank:
+        if peer != timed.rank:
             send, receive = (
                 (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD) if forward else (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD)
             )
-            programs[done.rank].append(Action(send, done.chunk, done.micro_batch, peer))
-            programs[peer].append(Action(receive, target, done.micro_batch, done.rank))
+            programs[timed.rank].append(Action(send, timed.chunk, timed.micro_batch, peer))
+            programs[peer].append(Action(receive, target, timed.micro_batch, timed.rank))
     return tuple(map(tuple, programs))
 
 

@@ -78,14 +78,14 @@ def vocab_parallel_losses(
 
 
 def vocab_parallel_argmax(logits: torch.Tensor, axis: Axis, vocab_size: int) -> torch.Tensor:
-    """The id of the largest logit of each row, the smallest of several; the same on every rank.
+    """The id of the largest logit of each row, the smallest id among equal ones; the same on every rank.
 
     Communicates two maxima of one value per row instead of the logits.
 
     Shapes: logits `[..., v/t]`; result `[...]` int64.
 
     Args:
-        vocab_size: columns from this id on are padding.
+        vocab_size: columns from this id on are padding and never chosen.
     """
     vocabulary = VocabularySlice.of(axis, logits.shape[-1], vocab_size)
     if vocabulary.valid:

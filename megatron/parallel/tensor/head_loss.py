@@ -111,7 +111,7 @@ def head_losses(
         axis: the tensor-parallel axis that splits the vocabulary.
         vocab_size: vocabulary size without padding.
         factor: the factor of the gradients, best the later derivative of the sum: then float16 gradients have the range
-            of the loss scale, and need no further multiplication. 0 counts as 1. `[]`.
+            that the loss scale was chosen for, and need no further multiplication. 0 counts as 1. `[]`.
         chunk_rows: maximum number of tokens whose logits are held at once; does not affect the losses.
     """
     is_trained = torch.is_grad_enabled() and (logits.hidden.requires_grad or logits.weight.requires_grad)
@@ -169,7 +169,7 @@ class _Tokens(NamedTuple):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> _Tokens:
-        """Selects the tokens with a weight, on a CPU only: on a GPU the host would wait for their number."""
+        """The tokens with a weight, or all if none has; all on a GPU, where the host would wait for their number."""
         rows, flat, weight = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), weights.reshape(-1)
         indices = None if hidden.is_cuda else weight.nonzero().squeeze(1)
         if indices is None or len(indices) in (0, len(weight)):

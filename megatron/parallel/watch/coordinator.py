@@ -216,7 +216,7 @@ class Coordinator:
         return self._is_silent(member, now) or member.heartbeat.idle_seconds + now - member.received_at >= limit
 
     def _is_silent(self, member: RankState, now: float) -> bool:
-        # Heartbeats come from a thread of their own, so no work of the rank explains their absence.
+        # Heartbeats come from a thread of their own, so no work, not even a long start, explains their absence.
         limit = self._limits.hang_seconds
         return limit > 0 and now - member.received_at >= limit
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# For a rank that fails because another one exited, to close its files before it is terminated.
+# Time for a rank that fails because another one exited to close its files before it is terminated.
 WIND_DOWN_SECONDS = 2.0
-# Added to a coordinator's own limit before a rank decides without the two coordinators.
+# How much longer a rank waits for both coordinators than a coordinator for a rank, before it decides by itself.
 ALONE_SECONDS = 5.0
 PING_SECONDS = 1.5
 
