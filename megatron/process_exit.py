@@ -114,7 +114,7 @@ def end_process(code: int, text: str, *, is_shown: bool = False) -> NoReturn:
     """Prints an error and ends the process, from any thread, even if the main thread is stuck.
 
     Args:
-        is_shown: the error was already printed, possibly by another rank.
+        is_shown: the error was already printed, or another rank prints it.
     """
     _show(code, text, is_shown=is_shown, waits_for_first=False)
     with contextlib.suppress(OSError, ValueError):

@@ -141,7 +141,7 @@ def is_regrouped(shape: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def _shared_range(stored: PieceKey, target: PieceKey) -> tuple[int, int]:
-    """A flat range of the stored box that contains every element of the target."""
+    """A flat range of the stored box that contains all elements it shares with the target."""
     if stored.shape != target.shape:
         return stored.first, stored.last
     if (stored.start, stored.stop) == (target.start, target.stop):

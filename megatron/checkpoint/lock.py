@@ -99,7 +99,7 @@ class CheckpointLock:
         self.release()
 
     def acquire(self) -> None:
-        """Acquires the lock.
+        """Acquires the lock, on every rank or on none.
 
         Raises:
             LaunchError: another running job holds it; names that job.
@@ -134,8 +134,8 @@ class CheckpointLock:
                 return
         taken = "is no longer held by this job" + (f", but by {holder}" if holder else "")
         raise CheckpointError(
-            f"{self._path} {taken}. The job was suspended for too long, or the file was deleted; it must not write "
-            "here any more. Stop it."
+            f"{self._path} {taken}. This job was suspended for too long, or the file was deleted; it must not "
+            "write here any more. Stop it."
         )
 
     def _restore(self, holder: Holder, handle: int) -> None:
@@ -194,7 +194,7 @@ class CheckpointLock:
                     return self._refusal(holder)
                 if not _same_file(handle, self._path):
                     continue
-                if locked is False:  # a child process of the holder still has its lock: replace the file
+                if locked is False:  # a child process of the terminated holder has its lock: replace the file
                     log.warning(f"taking over {self._path} from {holder}, whose process is gone")
                     os.unlink(self._path)
                     continue

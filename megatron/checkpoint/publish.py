@@ -176,7 +176,7 @@ def sweep(directory: Path, storage: Storage) -> None:
 
 
 def sweep_at_start(directory: Path, mesh: ParallelMesh, storage: Storage = DISK) -> None:
-    """Sweeps the directory of a run that holds its lock, also for a run that saves nothing; collective."""
+    """Sweeps the directory of a starting run, which holds its lock but may have nothing left to save; collective."""
 
     def work() -> None:
         try:

@@ -362,7 +362,7 @@ def _candidates(directories: Sequence[Path], storage: Storage) -> list[str]:
         except (CheckpointError, StorageError) as failure:
             if not candidates and isinstance(failure, StorageError):
                 raise
-            log.warning(f"not searching for checkpoints there: {failure}")
+            log.warning(f"searching for checkpoints elsewhere only: {failure}")
     return [str(candidate.path) for candidate in sorted(candidates, key=lambda candidate: -candidate.step)]
 
 

@@ -26,7 +26,7 @@ _PROCESS_ERRORS = ("EACCES", "EPERM", "EMFILE", "ENFILE", "ENOMEM")
 
 
 class Storage:
-    """The local file system. Reads never follow symbolic links and open regular files only."""
+    """The file systems of the machine. Reads never follow symbolic links and open regular files only."""
 
     def make_directory(self, path: Path) -> None:
         os.mkdir(path)

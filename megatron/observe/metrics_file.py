@@ -46,7 +46,7 @@ _NOT_IN_JSON = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsFile:
-    """Appends records to a file; locked for other processes.
+    """Appends records to a file, which only one process at a time may write.
 
     Args:
         path: the file, in an existing folder. Removes an incomplete last line of a killed run.

@@ -94,7 +94,7 @@ class ProgressBar(ProgressDisplay):
 
 
 def wants_bar(watching: WatchingConfig, report: ReportConfig) -> bool:
-    """True if this process shows a bar: its standard error is a terminal that can erase a line."""
+    """True if this process shows a bar: flags permit it, and its standard error is a terminal that can erase a line."""
     return (
         watching.progress_bar
         and report.log_style in ("megatron", "short")  # users of the other styles expect those projects' lines

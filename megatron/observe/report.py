@@ -1,6 +1,6 @@
 """Reports the metrics of every step to the console, `metrics.jsonl`, TensorBoard and W&B.
 
-The last rank prints the console lines, as in upstream. Rank 0 writes all files.
+The last rank prints the console lines, as in upstream. Rank 0 writes all files, so that they are on one machine.
 """
 
 from __future__ import annotations

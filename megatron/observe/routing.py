@@ -59,7 +59,7 @@ def layers_of_step(sums: Mapping[str, Sequence[float]]) -> dict[int, LayerRoutin
 def routing_metrics(sums: Mapping[str, Sequence[float]], layers: Mapping[int, LayerRouting]) -> Iterator[Metric]:
     """The metrics of a step over all routed layers; none without experts.
 
-    Losses and the entropy of a token's router probabilities (nats) are means over layers and micro batches: the loss is
+    Losses and the entropy of a token's router probabilities (nats) are means over layers and micro-batches: the loss is
     1 for an even load, the entropy log(experts) for a uniform router. Loads are relative to an even load of the global
     batch: of the busiest expert of any layer, and the mean over layers of the busiest experts. Idle experts received no
     token; tokens are dropped only with a capacity.

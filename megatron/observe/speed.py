@@ -68,7 +68,7 @@ class Workload:
         schedule: of the pipeline, by name or file.
         chunks_per_rank: chunks of the network on each stage.
         chunk_costs: cost of each chunk of the network, in any unit; empty if all cost the same.
-        micro_batch_size: samples per micro batch.
+        micro_batch_size: samples per micro-batch.
         attention_flops_per_sample: the part of `flops_per_sample` that is quadratic in the length.
         model_attention_flops_per_sample: the same part of `model_flops_per_sample`.
     """
@@ -148,7 +148,7 @@ class Workload:
     def bubble_ratio(self, global_batch_size: int) -> float | None:
         """The idle share of a pipeline stage by simulation of the schedule; None without a pipeline.
 
-        For 1F1B with p equal stages and m micro batches it is (p - 1) / (m + p - 1). Transfers between stages and work
+        For 1F1B with p equal stages and m micro-batches it is (p - 1) / (m + p - 1). Transfers between stages and work
         after the last backward pass are excluded.
 
         Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2, relative to the ideal time; here to the total.

@@ -111,10 +111,10 @@ class Callback:
         """Called after the last step, before the last checkpoint is saved."""
 
     def finished(self, run: Run) -> None:
-        """Called before the final evaluations, when all samples are consumed and saved, or the run only evaluates."""
+        """Called before the final evaluations: after the last checkpoint was saved, or in a run that only evaluates."""
 
     def close(self, run: Run, error: BaseException | None) -> None:
-        """Called at the end of the run, last callback first, also if `opened` raised.
+        """Called at the end of the run, last callback first, if `opened` was called, even if that raised.
 
         Args:
             error: the exception that ends the run, if any.

@@ -1,4 +1,4 @@
-"""The objective of a run, and the settings of micro batches and step contexts for it."""
+"""The objective of a run, and the settings of micro-batches and step contexts for it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build_objective(config: RunConfig, mesh: ParallelMesh, *, sources: Sequence[
 
 
 def step_settings(config: RunConfig, mesh: ParallelMesh | None = None) -> StepSettings:
-    """The settings shared by all micro batches of a run.
+    """The settings shared by all micro-batches of a run.
 
     Args:
         mesh: its ranks may share samples; None if nothing is computed with the settings.

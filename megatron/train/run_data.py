@@ -55,7 +55,7 @@ class RunData:
         self._loaded_length: int | None = None
 
     def train_batches(self, consumed_samples: int, length: int) -> Sequence[Batch]:
-        """This rank's micro batches of the global batch after `consumed_samples`.
+        """This rank's micro-batches of the global batch after `consumed_samples`.
 
         Args:
             length: tokens per sample.

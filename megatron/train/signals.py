@@ -160,7 +160,7 @@ class StopSignals:
         stuck_seconds, usual_seconds = self._target.seconds_without_progress(), self._target.longest_seconds()
         if stuck_seconds > max(_GRACE_SECONDS, 3.0 * usual_seconds):
             return (
-                f"the current step has made no progress for {stuck_seconds:.0f} s, three times longer than ever. "
-                "Saved checkpoints are intact; run the same command again."
+                f"the current step has made no progress for {stuck_seconds:.0f} s, three times longer than ever "
+                "before. Saved checkpoints are intact; run the same command again."
             )
         return None

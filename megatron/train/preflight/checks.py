@@ -50,4 +50,5 @@ def _is_shown_by_another(ranks: Ranks, *, has_files: bool) -> bool:
     """True if another rank certainly reports the same error: rank 0 or, for files, the first rank of the node."""
     if ranks.rank == 0 or ranks.launcher not in _SAME_COMMAND:
         return False
+    # The other launchers end the remaining ranks after a failure, so that errors about files are not repeated.
     return not has_files or (ranks.launcher == "srun" and ranks.local_rank > 0)

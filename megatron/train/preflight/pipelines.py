@@ -12,7 +12,7 @@ from megatron.parallel.schedule.building import build_schedule
 
 
 def schedule_problems(request: RunRequest, world_size: int) -> Iterator[str]:
-    """Problems with the file of a schedule; named schedules take any number of micro batches.
+    """Problems with the file of a schedule; named schedules take any number of micro-batches.
 
     Args:
         request: valid flags, whose batch sizes and layout match the world size.

@@ -66,8 +66,8 @@ def decide(
     """Refuses to start a run that has ended at one step --max-failed-starts times and saved nothing since.
 
     An end counts if it happened during training and was not requested. With --resume-skip-poisoned, a batch on which
-    starts end in NaN is skipped; the number of skips at a step is limited, so that broken weights do not consume all
-    data.
+    starts end in NaN is skipped, at one step at most --max-failed-starts times, so that broken weights do not consume
+    all data.
 
     Args:
         attempts: the earlier starts of the run, oldest first; all have ended.

@@ -147,17 +147,17 @@ def refusal_of_fusion(config: RunConfig, engine: Engine) -> str | None:
         "DeepSpeed's pipeline engine runs the stages": is_staged and parallel.pipeline_engine == "deepspeed",
         f"no {config.precision.dtype_name} product accumulates into float32 on this device": not has_product,
         "blocks are compiled": kernels.compile,
-        "a CUDA graph does the same in every micro batch": (
+        "a CUDA graph does the same in every micro-batch": (
             kernels.cuda_graphs == AUTO and refusal_of_graphs(config, engine) is None
         ),
-        "--log-gradient-noise-scale measures the gradients of single micro batches": (
+        "--log-gradient-noise-scale measures the gradients of single micro-batches": (
             config.report.log_gradient_noise_scale
         ),
-        "ZeRO stage 2 averages the gradients of each micro batch over the ranks": (
+        "ZeRO stage 2 averages the gradients of each micro-batch over the ranks": (
             engine.zero_stage == 2 and engine.mesh.gradient.size > 1
         ),
         "gradients are not accumulated in float32": not can_add,
-        "the gradients of the only micro batch are the sums (ZeRO stage 0)": (
+        "the gradients of the only micro-batch are the sums (ZeRO stage 0)": (
             engine.zero_stage == 0 and optim.global_batch_size <= optim.micro_batch_size * engine.mesh.batch.size
         ),
     }

@@ -54,7 +54,7 @@ def run_name(choose: Choose, at: float) -> str:
 def experiment_name(choose: Choose, at: float) -> str:
     """A name that sorts by start time, such as `bert_pretrain.2026.11.22.12.05.59.3f8a1c07`.
 
-    Of the last eight digits, five are the microsecond and three are random.
+    Of the last eight digits, the first five are the microsecond and the others are random.
 
     Args:
         choose: draws one of several characters.

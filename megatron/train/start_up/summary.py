@@ -152,7 +152,7 @@ def layout_rows(
 
 
 def pipeline_rows(parallel: ParallelConfig, micro_batches: int, chunk_costs: tuple[int, ...] = ()) -> list[Row]:
-    """The schedule of a pipeline, its idle share, and the live micro batches per stage; empty without a pipeline.
+    """The schedule of a pipeline, its idle share, and the live micro-batches per stage; empty without a pipeline.
 
     Args:
         chunk_costs: cost of each chunk, in any unit; empty if all cost the same.

@@ -82,12 +82,12 @@ REFUSED = {
     "gradients are not accumulated in float32": Case(
         1, 1, ("--bf16",), deepspeed='{"data_types": {"grad_accum_dtype": "bf16"}}'
     ),
-    "--log-gradient-noise-scale measures the gradients of single micro batches": Case(
+    "--log-gradient-noise-scale measures the gradients of single micro-batches": Case(
         1, 1, ("--log-gradient-noise-scale",)
     ),
-    "a CUDA graph does the same in every micro batch": Case(1, 1, ("--cuda-graphs", "auto")),
+    "a CUDA graph does the same in every micro-batch": Case(1, 1, ("--cuda-graphs", "auto")),
     "blocks are compiled": Case(1, 1, ("--compile", "--compile-backend", "aot_eager")),
-    "ZeRO stage 2 averages the gradients of each micro batch over the ranks": Case(2, 2),
+    "ZeRO stage 2 averages the gradients of each micro-batch over the ranks": Case(2, 2),
     "DeepSpeed's pipeline engine runs the stages": Case(2, 0, (*STAGES, "--pipeline-engine", "deepspeed")),
     "DeepSpeed accumulates gradients in ZeRO stage 3": Case(
         1, 3
@@ -111,7 +111,7 @@ Courses = dict[str, list[tuple[Course, Course]]]
 
 
 def courses(rank: int, cases: dict[str, Case], folder: Path) -> Courses:
-    """Each case with one micro batch and with three (with three alone if products may not add up), with products that
+    """Each case with one micro-batch and with three (with three alone if products may not add up), with products that
     are to add up and without.
     """
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def courses(rank: int, cases: dict[str, Case], folder: Path) -> Courses:
 def reason_of(name: str, micro_batches: int) -> str | None:
     """Why no products add up; None if they do."""
     if case_of(name).zero_stage == 0 and micro_batches == 1:
-        return "the gradients of the only micro batch are the sums (ZeRO stage 0)"
+        return "the gradients of the only micro-batch are the sums (ZeRO stage 0)"
     return name if name in REFUSED else None
 
 
