@@ -118,7 +118,7 @@ def empty_splits(data: DataConfig, plan: DataPlan, *, is_evaluated: bool = False
     ):
         advice = f"Give it separate data (--{name}-data-path), or disable evaluation with --eval-iters 0."
         for group in requested:
-            if group.name not in [plan.name for plan in planned]:
+            if group.name not in [entry.name for entry in planned]:
                 notices.append(
                     f"the {name} group {group.name} is empty: the ranges of its sources contain no sequence, so it is "
                     f"not evaluated. Widen the ranges. {advice}"

@@ -17,7 +17,7 @@ from megatron.tokenizers.tokenizer_files import canonical
 VOCABULARY, MERGES, SPECIAL = "vocabulary", "merges", "special tokens"
 _ENTRIES: Mapping[str, str] = {VOCABULARY: "token", MERGES: "merge"}  # name of one entry
 _BYTES = 256
-# Fields without effect on ids: offsets of a pre-tokenizer, and fields compared separately.
+# Fields without effect on ids, such as offsets of a pre-tokenizer, and fields compared separately.
 _WITHOUT_EFFECT = frozenset({"trim_offsets", "vocab", "merges", "unk_id"})
 
 TokenizerParts = Mapping[str, Sequence[str]]

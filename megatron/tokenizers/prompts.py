@@ -58,7 +58,7 @@ def encode_continuation(tokenizer: Tokenizer, context: str, continuation: str) -
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the ids of a text; equal to `strip_special_tokens` of the document in a token file."""
+    """Returns the ids of a text without ids around it, as `strip_special_tokens` of the document in a token file."""
     return strip_special_tokens(tokenizer, tokenizer.encode_bare(text))
 
 

@@ -71,7 +71,7 @@ def is_ordinary(piece: VocabularyPiece) -> bool:
 
 
 def is_special(piece: VocabularyPiece) -> bool:
-    """Returns True for a control piece or a user-defined token in brackets."""
+    """Returns True for a control piece, the unknown piece or a user-defined token in brackets."""
     return piece.kind in (_UNKNOWN, _CONTROL) or (
         piece.kind == _USER_DEFINED and _BRACKETED.fullmatch(piece.text) is not None
     )

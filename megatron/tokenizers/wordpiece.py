@@ -127,7 +127,7 @@ def _vocabulary(path: str) -> dict[str, int]:
         vocabulary[token] = number
     if UNKNOWN_TOKEN not in vocabulary:
         raise DataError(
-            f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} among its {len(vocabulary)} lines, as unknown words need. "
+            f"{path} (--vocab-file) has no {UNKNOWN_TOKEN} among its {len(vocabulary)} lines for unknown words. "
             "Use BERT's vocab.txt, or one written by tools/train_tokenizer.py --model-type wordpiece."
         )
     for token in ADDED_TOKENS:

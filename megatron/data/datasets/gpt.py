@@ -64,7 +64,7 @@ class GPTDataset(SegmentedSamples):
                 address = int(self.indexed.pointers[sequence]) + token * self.indexed.dtype.itemsize
                 return f"{self.indexed.bin_path}: token {token} of sequence {sequence} (byte offset {address})"
             position -= length
-        raise IndexError(f"A position is beyond the {self.sequence_length + 1} tokens of a sample by {position}.")
+        raise IndexError(f"Position {self.sequence_length + 1 + position} is beyond the tokens of sample {sample}.")
 
     def spans(self, sample: int) -> list[DocumentSpan]:
         number, index = self._segment_of(sample)

@@ -98,9 +98,9 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the header, the lengths, the document table and 64 samples of the token ids.
+        """SHA-256 over the header, the lengths, the document table and 64 chunks of the token ids.
 
-        Files with different lengths always differ; files with different tokens differ unless all samples agree.
+        Files with different lengths always differ; files with different tokens differ unless all chunks agree.
         """
         digest = hashlib.sha256(self._index.fingerprint().encode())
         size = self.tokens * self.dtype.itemsize

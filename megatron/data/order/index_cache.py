@@ -58,7 +58,7 @@ class IndexCache:
     Args:
         directory: folder of the arrays.
         build: write missing arrays to disk. Other processes load arrays, or compute missing ones in memory.
-        required: raise an error if the folder cannot be written (it is the user's choice), instead of a warning.
+        required: raise an error if the folder cannot be written (the user named it), instead of a warning.
     """
 
     def __init__(self, directory: Path, build: bool = True, required: bool = False) -> None:

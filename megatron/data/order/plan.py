@@ -325,7 +325,7 @@ def _group_from_json(value: Mapping[str, Any]) -> GroupPlan:
         phases = (Phase(0, members, blended=_bool(value, "blended")),)
     if not phases or any(member.source not in range(len(sources)) for phase in phases for member in phase.members):
         name = printable(value["name"], quoted=False)
-        raise ValueError(f"group {name} has {len(phases)} phases that refer to {len(sources)} sources")
+        raise ValueError(f"group {name} has {len(phases)} phases, which must refer to its {len(sources)} sources")
     return GroupPlan(_text(value, "name"), sources, phases, _count(value, "samples"))
 
 

@@ -120,7 +120,7 @@ class ParquetRows(RowSource):
         return starts[(starts >= first) & (starts <= last)]
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Reads rows, decoding every row group once."""
+        """Reads rows, decoding each of their row groups once."""
         tokens = np.empty((len(rows), self.row_length + 1), np.int32)
         mask = np.empty((len(rows), self.row_length), np.bool_)
         order = np.argsort(rows)

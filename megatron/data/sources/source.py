@@ -195,7 +195,7 @@ class Source(ABC):
 
 
 def check_examples(prefix: str, is_examples: bool, use: SourceUse) -> None:
-    """Checks that the flags support examples if they are given, and that flags for examples have some.
+    """Checks that the flags support examples, if the source holds some, and that no flag requires them otherwise.
 
     Raises:
         ConfigError: they do not.

@@ -276,7 +276,7 @@ class ExampleSource(PackedSource[ExampleRows]):
 
     def _tokenized(self, *, copies_prompts: bool = False) -> TokenizedExamples:
         request, prefix = self._request, self.prefix
-        tokenizer = request.tokenizer_for("Examples are encoded on the fly, which requires")
+        tokenizer = request.tokenizer_for("Examples are encoded at the start, which requires")
         template = request.examples.template
         return TokenizedExamples(
             prefix, self._records(), template, tokenizer, self.cache, copies_prompts=copies_prompts

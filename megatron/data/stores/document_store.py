@@ -64,7 +64,7 @@ class DocumentStore:
         for name in select_collections(backend, names):
             facts = backend.facts(name)
             size = checked_size(backend.shown, name, facts)
-            _check_no_holes(backend, name, size)
+            _check_no_gaps(backend, name, size)
             texts = text_column(backend.shown, name, facts.columns, column) if size or facts.columns else ""
             collections.append(Collection(name, first, first + size, texts))
             first += size
@@ -197,7 +197,7 @@ def text_column(shown: str, name: str, columns: Sequence[str], requested: str | 
     )
 
 
-def _check_no_holes(backend: StoreBackend, name: str, size: int) -> None:
+def _check_no_gaps(backend: StoreBackend, name: str, size: int) -> None:
     # A gap must be found before training, not during it.
     missing = size - backend.count(name, size)
     if missing > 0:

@@ -79,7 +79,7 @@ class StoreRows(RowSource):
         return len(self._store)
 
     def blocks(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Returns blocks of 64 documents: random access has no cost per document, but databases read whole pages."""
+        """Returns blocks of 64 documents: every document is fetched equally fast, but databases read whole pages."""
         return np.append(np.arange(first, last, _BLOCK_DOCUMENTS), last)
 
     def read(self, rows: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:

@@ -1,6 +1,6 @@
 """Encoding of texts of many megabytes in chunks.
 
-A `str` may take four times the bytes of its UTF-8 form, and the ids of a whole text four times more.
+A `str` may take four times the bytes of its UTF-8 form, and the ids of a whole text as much again.
 """
 
 from __future__ import annotations

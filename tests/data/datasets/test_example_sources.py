@@ -156,5 +156,5 @@ def test_what_examples_cannot_be(tmp_path: Path, tokenizer) -> None:
     Path(path).write_text('[{"text": "lists are only parsed as a whole"}]')
     check_sources(data, SourceUse(LENGTH))
     write(Path(path), 3)
-    with pytest.raises(ConfigError, match="Examples are encoded on the fly, which requires a tokenizer"):
+    with pytest.raises(ConfigError, match="Examples are encoded at the start, which requires a tokenizer"):
         build(None, path)

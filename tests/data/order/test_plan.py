@@ -100,7 +100,7 @@ HOSTILE_GROUPS: list[tuple[tuple[object, ...], object, str]] = [
     (("phases", 0, "members", 0, "weight"), -1, "weight is -1, not a non-negative number"),
     (("phases", 0, "members", 0, "weight"), 7, "the weights of a phase sum to 7.25"),
     (("phases", 0, "members", 0, "weight"), True, "weight is True, not a non-negative number"),
-    (("phases", 0, "members", 0, "source"), 2, "group train has 1 phases that refer to 2 sources"),
+    (("phases", 0, "members", 0, "source"), 2, "group train has 1 phases, which must refer to its 2 sources"),
     (("phases", 0, "blended"), 0, "blended is 0, not true or false"),
 ]
 

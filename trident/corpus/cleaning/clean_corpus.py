@@ -88,7 +88,7 @@ def clean_corpus(
         ConfigError: an input, a library or a file of texts is missing.
         DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process exited.
+        WorkerError: a worker process exited unexpectedly.
     """
     keys = (options.key, *options.kept_columns)
     check_inputs(inputs, keys)

@@ -63,7 +63,7 @@ class RunSet:
         return RunSet(length, first, hashes, np.zeros(len(hashes), np.bool_), maybe)
 
     def find(self, hashes: Hashes) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Returns the positions of the hashes in the set, and the index of each run."""
+        """Returns the indices of the hashes that are in the set, and the index of the run of each."""
         candidates = np.flatnonzero(self.maybe[hashes & np.uint64(len(self.maybe) - 1)])
         slots = np.minimum(np.searchsorted(self.hashes, hashes[candidates]), len(self.hashes) - 1)
         is_known = (self.hashes[slots] == hashes[candidates]) & ~self.ignored[slots]
@@ -159,8 +159,8 @@ def _files(values: Sequence[str]) -> Sequence[str]:
 def parts_around(text: str, matches: Sequence[Match], choice: ContaminationChoice) -> list[str]:
     """Returns the parts of a text around its matches.
 
-    Overlapping matches are joined. A margin of `margin` characters on either side is removed, too, up to the nearest
-    sentence end, and parts with fewer characters than `shortest_piece`.
+    Overlapping matches are joined. On either side `margin` characters and the rest up to the nearest sentence end are
+    removed, too, and finally all parts with fewer characters than `shortest_piece`.
     """
     parts = []
     part_start = 0

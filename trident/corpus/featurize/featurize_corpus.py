@@ -40,7 +40,8 @@ class WindowOptions:
 
     Args:
         stride: tokens between the starts of two windows; None for windows without overlap.
-        bos_id, eos_id: None for the tokenizer's end-of-document id, or the ids that it adds around texts.
+        bos_id: None for the id that the tokenizer adds before every text, or else its end-of-document id.
+        eos_id: None for the tokenizer's end-of-document id.
         pad_id: None for `eos_id`, or 0 without one.
         num_shards: None to derive it from `rows_per_shard`.
     """
@@ -186,7 +187,7 @@ def featurize(
         ConfigError: the options contradict, or an input or a tokenizer file is missing.
         DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process exited.
+        WorkerError: a worker process exited unexpectedly.
     """
     check_inputs(inputs, encoding.keys)
     source = blocks(inputs, block_bytes, encoding.document_separator, encoding.keys)
@@ -218,7 +219,7 @@ def featurize_tokens(
         ConfigError: the options contradict.
         DataError: the pair is damaged.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process exited.
+        WorkerError: a worker process exited unexpectedly.
     """
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)
@@ -245,7 +246,7 @@ def cutting_for_text(encoding: EncodeOptions, options: WindowOptions) -> Cutting
     if stay and options.num_special_token_reserved:
         log.warning(
             f"the tokenizer {tokenizer.name} adds the ids {' and '.join(map(str, stay))} around every document, "
-            "besides the ids of the windows. With --num-special-token-reserved 0 windows have none."
+            "which stay in addition to the ids of the windows. With --num-special-token-reserved 0 windows have none."
         )
     return cutting
 

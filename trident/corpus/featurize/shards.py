@@ -126,7 +126,7 @@ def write_shards(plan: WindowPlan, output_path: str, shards: int, workers: int) 
     Raises:
         DataError: the pair is damaged.
         StorageError: writing failed.
-        WorkerError: a worker process exited.
+        WorkerError: a worker process exited unexpectedly.
     """
     check_integers(plan.dataset)
     prepare_folder(output_path)

@@ -111,8 +111,7 @@ def expand_inputs(inputs: Sequence[str], separator: str | None = None) -> tuple[
             if not files:
                 problems.append(
                     f"--input {value} is a folder without files that end in {' '.join((*_FOUND_IN_FOLDERS, _TEXT))} "
-                    f"(or these with {' '.join(COMPRESSIONS)}). List the files, or a pattern like "
-                    f"'{value}/*'."
+                    f"(or these with {' '.join(COMPRESSIONS)}). List the files, or a pattern like '{value}/*'."
                 )
         elif value != STANDARD_INPUT and not os.path.exists(value) and glob.has_magic(value):
             files = list(dict.fromkeys(file for match in _matches(value) for file in _files_of_match(match, separator)))
@@ -131,6 +130,9 @@ def share_of(paths: Sequence[str], shard: Shard, separator: str | None = None) -
 
     Plain jsonl files are divided by bytes, tables by rows; a compressed, Parquet or plain-text file belongs to the
     shard in whose range it begins.
+
+    Raises:
+        ConfigError: an input has no size, so that it cannot be divided.
     """
     problems = [
         "--shard and --partitions divide files; --input "

@@ -4,7 +4,7 @@
     hf://name, hf://name:split, hf://name:configuration:split, hf://folder
 
 Their readers are imported on demand. Rows of a database become JSON lines for the reader of lines; rows of a dataset
-stay in Arrow's format, like rows of Parquet files. They come in order, in constant memory.
+stay in Arrow's format, like rows of Parquet files. They come in order of idx or position, in constant memory.
 """
 
 from __future__ import annotations

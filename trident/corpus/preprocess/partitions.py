@@ -87,7 +87,7 @@ def preprocess_in_parts(
         ConfigError: a tokenizer file is missing, or existing parts belong to another run.
         DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process exited.
+        WorkerError: a worker process exited unexpectedly.
     """
     wholes = options.prefixes(output_prefix)
     for whole in wholes:

@@ -70,7 +70,7 @@ def preprocess(
         ConfigError: an input or a tokenizer file is missing.
         DataError: a bad line (unless skipped) or a damaged file.
         StorageError: the outputs cannot be written.
-        WorkerError: a worker process exited.
+        WorkerError: a worker process exited unexpectedly.
     """
     check_documents([entry.path if isinstance(entry, InputPart) else entry for entry in inputs], options.keys)
     source = blocks(inputs, block_bytes, options.document_separator, options.keys)

@@ -178,7 +178,7 @@ class WorkerPool(Generic[Result]):
         At the end of the iterator, every result with a reply is finished.
 
         Raises:
-            WorkerError: a worker exited.
+            WorkerError: a worker exited unexpectedly; the message names it.
             MegatronError: an error of the work in a worker.
         """
         maximum_under_way = (_BLOCKS_PER_WORKER + 1) * self._maximum_workers

@@ -33,7 +33,7 @@ _OUR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
 
 class WorkerError(MegatronError):
-    """A worker process exited or failed; nothing of the run was published."""
+    """A worker process exited unexpectedly or failed; nothing of the run was published."""
 
     exit_code = ExitCode.STORAGE
 

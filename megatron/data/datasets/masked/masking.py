@@ -7,8 +7,7 @@ masked and by what, the lower half picks a random replacement.
 
 Source: bigscience Megatron-DeepSpeed `megatron/data/dataset_utils.py` (`create_masked_lm_predictions`); spans, whole
 words and replacements are as in Devlin et al., "BERT", 2019, and SpanBERT. Liu et al., "RoBERTa", 2019, section 4.1
-(dynamic masking); deepspeedai/DeepSpeedExamples `training/HelloDeepSpeed/train_bert.py`
-(`masking_function`).
+(dynamic masking); deepspeedai/DeepSpeedExamples `training/HelloDeepSpeed/train_bert.py` (`masking_function`).
 """
 
 from __future__ import annotations

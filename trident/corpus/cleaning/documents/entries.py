@@ -19,7 +19,7 @@ class DocumentEntry:
     Args:
         text: its text; None if it is bad or blank.
         raw: its JSON line without the newline; None for other layouts.
-        others: other values for the output's line, without `raw`.
+        others: other values for the output's line, if `raw` is None.
         bad: its fault; `offset` is inside the block.
     """
 

@@ -2,8 +2,7 @@
 
 Source: Rae et al. 2021, Scaling Language Models: Methods, Analysis & Insights from Training Gopher, table A1. Its
 ambiguities are resolved as follows: the first of several equal lines, paragraphs or runs is not a repetition; words are
-as in `WordSplitter`; the characters of runs are the characters of their words, as a share of the characters of all
-words.
+as in `WordSplitter`; the share of runs in a text counts only the characters of words.
 """
 
 from __future__ import annotations
