@@ -146,7 +146,7 @@ class RunCopy:
 
 
 def _checkpoints(run: Path) -> Iterator[Path]:
-    """The complete checkpoints in the folder and its subfolders."""
+    """The complete checkpoints in the folder and its direct subfolders."""
     for directory in [run, *(path for path in run.iterdir() if path.is_dir() and not path.is_symlink())]:
         if not directory.name.startswith(_CHECKPOINT):
             yield from steps_in(directory, Storage()).values()
@@ -174,8 +174,8 @@ def _check_same_run(target: CopyTarget, final: PurePosixPath, folder: Path, mani
         run_id = ""
     if not run_id or run_id != run_id_of(manifest.record):
         raise CheckpointError(
-            f"{target} holds {final} of another run than {folder}. Copy the run to another directory, or remove that "
-            "checkpoint."
+            f"{target} holds {final} of a different run than {folder}. Copy the run to another directory, or remove "
+            "that checkpoint."
         )
 
 

@@ -15,7 +15,7 @@ SLICE_BYTES = 32 * 2**20
 def batches(tensors: Iterable[tuple[str, Kind, tuple[int, ...]]]) -> Iterator[list[PieceKey]]:
     """Flat ranges that cover tensors (name, kind, shape) in order, grouped into batches.
 
-    A batch has at most `SLICE_BYTES` in float32, so that small tensors are read together.
+    A batch has at most `SLICE_BYTES` in float32: large tensors are cut, small ones are read together.
     """
     most = max(1, SLICE_BYTES // ITEM_BYTES["F32"])
     batch: list[PieceKey] = []

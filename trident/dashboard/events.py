@@ -94,7 +94,7 @@ def from_skips(steps: np.ndarray, skipped: np.ndarray, bad: np.ndarray) -> Itera
 
 
 def with_skips(dated: Sequence[Event], skips: Iterable[Event]) -> list[Event]:
-    """Inserts skips, whose time is unknown, after the last event of an earlier step."""
+    """Inserts skips, whose time is unknown, after the last event at or before their step."""
     events = list(dated)
     for skip in skips:
         before = [index for index, event in enumerate(events) if (event.iteration or 0) <= (skip.iteration or 0)]

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,7 +18,7 @@ from megatron.errors import ExitCode
 
 # SIGHUP: the terminal or the connection was closed.
 _FORWARDED = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
-_POLL_SECONDS = 0.5  # Python handles a signal that arrives just before a wait only at the end of the wait
+_POLL_SECONDS = 0.1  # Python handles a signal that arrives just before a wait only at the end of the wait
 _FIRST_SIGNAL_CODE = 128  # a shell, ssh and srun exit with this plus the signal that terminated the process
 
 
@@ -80,12 +80,10 @@ class Supervisor:
             threading.Thread(target=self._wait_for, args=(number,), daemon=True).start()
         with self._handlers():
             while self._running:
-                remaining = self._due[0][0] - time.monotonic() if self._due else _POLL_SECONDS
-                try:
-                    self._events.get(timeout=min(max(0.0, remaining), _POLL_SECONDS))()
-                except queue.Empty:
-                    if self._due and self._due[0][0] <= time.monotonic():
-                        self._send(self._due.pop(0)[1])
+                with suppress(queue.Empty):
+                    self._events.get(timeout=_POLL_SECONDS)()
+                if self._due and self._due[0][0] <= time.monotonic():
+                    self._send(self._due.pop(0)[1])
         return combined_code(self._codes)
 
     def _wait_for(self, number: int) -> None:

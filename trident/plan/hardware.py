@@ -26,7 +26,7 @@ class Device:
         peak: FLOP/s in bfloat16, from its data sheet.
         product_share: fraction of the peak that large matrix products reach.
         saturation: rows and columns at which a product reaches half of that fraction.
-        attention_share: fraction of the peak that fused causal attention reaches with long samples and wide heads.
+        attention_share: fraction of the peak of fused causal attention (unmasked scores), long samples and wide heads.
         attention_saturation: tokens, and channels of a head, at which attention reaches half of that fraction.
         memory_bandwidth: bytes/s read and written by a copy.
         traffic_share: fraction of that bandwidth that element-wise operations reach.

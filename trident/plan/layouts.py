@@ -15,7 +15,7 @@ from megatron.parallel.schedule.building import ScheduleCosts, schedule_costs
 from megatron.parallel.schedule.division import Division
 
 # Rounds (one micro-batch per rank) that are simulated to extrapolate the time of more. Their difference is a multiple
-# of the period of most schedules (1, 3 or 4 rounds); idle ratios are then within 0.01.
+# of the period of most schedules (1, 3 or 4 rounds); idle ratios are then correct within 0.01.
 _FEW_ROUNDS, _MOST_ROUNDS = 16, 64
 NOTHING, ATTENTION, BLOCKS = "none", "selective", "full"  # recomputation
 _RECOMPUTE_FLAGS = {

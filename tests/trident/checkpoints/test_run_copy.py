@@ -103,7 +103,7 @@ def test_damage_is_found_before_the_checkpoint_has_its_name(run: Path, tmp_path:
 
 def test_another_runs_checkpoint_is_not_replaced(run: Path, tmp_path: Path) -> None:
     save_step(tmp_path / "there" / run.name / "ckpt", 2, run_id=OTHER_RUN)
-    with pytest.raises(CheckpointError, match="holds .*iter_0000002 of another run"):
+    with pytest.raises(CheckpointError, match="holds .*iter_0000002 of a different run"):
         copy_run(run, parse_target(str(tmp_path / "there")))
 
 

@@ -82,7 +82,7 @@ class ExportRequest:
 def export_model(request: ExportRequest) -> Path:
     """Creates a directory with weights, configurations, tokenizer and `proof.json`; returns it.
 
-    The directory appears only after the logits were compared.
+    The directory appears only if the logits agree.
 
     Raises:
         ConversionError: no family can express the network, or its logits differ.

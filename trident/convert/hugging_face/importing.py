@@ -67,7 +67,7 @@ class ModelImportRequest:
 def import_model(request: ModelImportRequest) -> Path:
     """Creates a folder with a checkpoint of step 0, `model.yaml`, the tokenizer and `proof.json`; returns it.
 
-    The folder appears only after the logits were compared.
+    The folder appears only if the logits agree.
 
     Raises:
         ConversionError: the model is not supported, its files are damaged, or its logits differ.

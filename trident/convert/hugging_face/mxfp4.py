@@ -1,7 +1,7 @@
 """Reads weights in MXFP4, as in gpt-oss: blocks of 32 4-bit numbers with a common power-of-two scale.
 
 A tensor is stored as `NAME_blocks`, two numbers per byte, and `NAME_scales`. It is read as bfloat16, which represents
-every product exactly.
+every product of a number and its scale exactly.
 
 Source: Open Compute Project, "OCP microscaling formats (MX) specification", version 1.0, 2023, sections 5.3.3 (E2M1)
 and 6.3; order of the numbers: transformers `integrations/mxfp4.py`.

@@ -88,7 +88,7 @@ def expected_logits(side: ProofSide, attention: str | None = None) -> Expected:
         attention: its implementation; default: sdpa, if it supports the configuration.
 
     Raises:
-        ConversionError: it cannot load the directory, or the logits are all 0 or NaN.
+        ConversionError: it cannot load the directory, or the logits are all 0 or not finite.
     """
     model = side.shortened
     batches = tuple(proof_batches(model, side.tokenizer, side.family.padding_id))

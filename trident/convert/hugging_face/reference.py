@@ -23,7 +23,7 @@ from trident.convert.hugging_face.proof_batches import ProofBatch, token_gradien
 
 CAUSAL = "AutoModelForCausalLM"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_GRADIENT_COPIES = 4  # memory in embeddings: the gradients of input and head, their sum, and activations
+_GRADIENT_COPIES = 4  # memory, in sizes of the embedding: the gradients of input and head, their sum, and activations
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def _by_layer(tensors: Iterable[_Stored]) -> Iterator[tuple[str, RankPart]]:
 
 
 def _joined_halves(named: Iterable[tuple[str, RankPart]]) -> Iterator[tuple[str, RankPart]]:
-    """Joins separately stored halves of gated matrices: w is the gate, v the linear input."""
+    """Joins separately stored halves of gated matrices: w is the gate, v the half that it multiplies."""
     halves: dict[str, dict[str, RankPart]] = defaultdict(dict)
     for name, part in named:
         match = _HALVES.fullmatch(name)

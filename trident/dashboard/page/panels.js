@@ -104,7 +104,7 @@ const LEVELS = { complete: "good", damaged: "bad", unreadable: "bad", unfinished
 export async function checkpoints(state) {
   const { folder, checkpoints } = await get("/api/checkpoints", { run: state.focused });
   if (!folder) return [runBar(state), empty("This run saves no checkpoints", "Set a folder and an interval:", "python pretrain_gpt.py … --save checkpoints/first --save-interval 500")];
-  if (!checkpoints.length) return [runBar(state), empty("No checkpoints", `${folder} is empty or not found, relative to the folder in which the dashboard was started.`)];
+  if (!checkpoints.length) return [runBar(state), empty("No checkpoints", `None were found in ${folder}. A relative path starts at the folder in which the dashboard was started.`)];
   const rows = checkpoints.map((one) => element("tr", {}, cell(whole(one.step), "number"),
     cell(element("span", { class: "badge", "data-level": LEVELS[one.state] ?? "" }, one.state)), cell(bytes(one.size_bytes), "number"),
     cell(one.layout ? Object.entries(one.layout).map(([axis, count]) => `${axis.toUpperCase()}${count}`).join(" ") : ""),

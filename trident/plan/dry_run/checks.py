@@ -139,7 +139,7 @@ def _between(program: RankProgram) -> dict[int, dict[str, list[tuple[int, Progra
 
 
 def _copies(programs: Programs, group: _Group) -> Iterable[int]:
-    """Rank offsets of a group's copies in the other replicas; only 0 if the group spans the replicas."""
+    """Rank offsets of a group's copies in all replicas; only 0 if the group spans the replicas."""
     first = programs.class_of(group[0])
     has_all_replicas = any(programs.class_of(rank) == first for rank in group[1:])
     return (0,) if has_all_replicas else range(0, programs.stride * programs.replicas, programs.stride)
