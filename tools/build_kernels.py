@@ -32,7 +32,7 @@ class BuildFlags(ConfigSection):
         choices=("auto", "yes", "no"),
     )
     architectures: str = flag("80,90,100", "CUDA compute capabilities, such as 90 for H100 and H200")
-    native: bool = flag(False, "compile for this machine's CPU only, three times as fast")
+    native: bool = flag(False, "compile for this machine's CPU only, in a third of the time")
     jobs: int | None = flag(None, "number of parallel compilers; one per core if unset", at_least=1)
     time_limit: int = flag(1800, "timeout of the build in seconds", at_least=1)
 

@@ -1,4 +1,4 @@
-"""Rule-based Turkish stories, descriptions and dialogues, and questions with answers.
+"""Rule-based Turkish stories, descriptions and dialogs, and questions with answers.
 
 A document depends only on the seed and its number. Descriptions state the facts of the questions (regions, number
 plates, word forms, sums, upper case), so that a network trained on the corpus can be fine-tuned to answer.
@@ -189,7 +189,7 @@ def _description(drawn: random.Random) -> tuple[str, str]:
 
 
 def _talk(drawn: random.Random) -> tuple[str, str]:
-    """A dialogue of questions and answers, a line each."""
+    """A dialog of questions and answers, a line each."""
     first, second = drawn.sample(words.PEOPLE, 2)
     lines = []
     for question, answer in (_exchange(drawn) for _ in range(drawn.randint(2, 4))):

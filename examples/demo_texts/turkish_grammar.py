@@ -31,10 +31,10 @@ _HIGH_AORIST = frozenset(("al", "bil", "bul", "dur", "gel", "gör", "kal", "ol",
 
 @dataclass(frozen=True)
 class Word:
-    """A stem, and what becomes of it before a vowel: kitap, kitab (kitabı); burun, burn (burnu).
+    """A stem, and its form before a vowel: kitap, kitab (kitabı); burun, burn (burnu).
 
     Args:
-        apostrophe: whether suffixes stand behind an apostrophe, as they do after names.
+        apostrophe: True if suffixes follow an apostrophe, as after names.
     """
 
     bare: str

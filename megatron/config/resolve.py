@@ -162,7 +162,7 @@ def _resolved(cls: type[Resolved], request: ConfigSection, **values: Any) -> Res
 def _hang_timeout(request: RunRequest, machine: Machine) -> float:
     requested = request.safety.hang_timeout_seconds
     if requested is None:
-        # Less than the timeout of collectives, whose error does not name the cause.
+        # Less than the timeout of collectives, whose error does not name the cause; no limit for a single process.
         return request.parallel.distributed_timeout_minutes * 30.0 if machine.world_size > 1 else 0.0
     return requested
 

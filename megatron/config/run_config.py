@@ -24,7 +24,7 @@ class RunRequest(RunSections):
     """The requested configuration from flags and files, before the machine and the tokenizer are known.
 
     Raises:
-        ConfigError: with all broken rules at once.
+        ConfigError: with all broken rules of requested and resolved runs at once.
     """
 
     def __post_init__(self) -> None:

@@ -73,8 +73,8 @@ def schedule(optim: OptimConfig) -> LearningRateSchedule:
 def learning_rate(optim: OptimConfig, consumed_samples: int, consumed_tokens: int | None = None) -> float:
     """Learning rate of the step that starts after this many consumed samples and tokens.
 
-    The first step of a run with warmup has rate 0, as upstream. Parts of the schedule given in tokens use consumed
-    tokens, the others consumed samples.
+    The first step of a run with warmup has the rate --lr-warmup-init, by default 0, as upstream. Parts of the schedule
+    given in tokens use consumed tokens, the others consumed samples.
     """
     course = schedule(optim)
     peak, floor = optim.lr, optim.min_lr
@@ -278,7 +278,7 @@ def planned_samples(
 
     Args:
         optim: the resolved optimizer section.
-        evaluation: the number of evaluation batches.
+        evaluation: the evaluation section, for the number of batches.
         step: completed steps at the resume; likewise consumed_samples and consumed_tokens.
         ranges: the steps to skip.
     """

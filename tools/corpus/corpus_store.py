@@ -1,4 +1,4 @@
-"""Manages a corpus in a database, from which training and preprocessing read numbered documents.
+"""Manages a corpus in a database: numbered documents for training and preprocessing.
 
     python tools/corpus/corpus_store.py import corpus/*.jsonl --config db.json --collection web
     python tools/corpus/corpus_store.py import chat.jsonl --config db.json --collection chat --pair-keys q a

@@ -64,7 +64,9 @@ class AttentionFields(ConfigSection):
         at_most=2**20,
         follows=("hidden_size", "num_attention_heads", "multi_latent_attention", "qk_head_dim", "qk_pos_emb_head_dim"),
     )
-    add_bias_linear: bool = network_flag(True, "biases in all linear layers; --add-qkv-bias and --mlp-bias override it")
+    add_bias_linear: bool = network_flag(
+        True, "biases in linear layers; --add-qkv-bias, --attention-output-bias and --mlp-bias override it"
+    )
     add_qkv_bias: bool = network_flag(
         help="bias in the QKV projection; same as --add-bias-linear if unset",
         computed=lambda model: model.add_bias_linear,

@@ -57,7 +57,7 @@ class PositionFields(ConfigSection):
         False, "rotate adjacent channels (GPT-J style) instead of the two halves of a head"
     )
     rotary_base_windowed: float | None = network_flag(
-        None, "base of the RoPE frequencies, unscaled, in sliding-window layers; --rotary-base if unset", at_least=1
+        None, "base of unscaled RoPE frequencies in sliding-window layers; as in other layers if unset", at_least=1
     )
     rope_layer_pattern: tuple[int, ...] = network_flag(
         (),

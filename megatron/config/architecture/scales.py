@@ -14,7 +14,7 @@ SCALED, SAME, WANG = "scaled", "same", "wang"
 
 
 def _logit_multiplier(model: Any) -> float:
-    """Default logit multiplier: 1, with muP the inverse of the width."""
+    """Default logit multiplier: 1; with muP --mup-output-mult, or base width / width if that is 1."""
     if not model.use_mup:
         return 1.0
     return model.mup_output_mult if model.mup_output_mult != 1.0 else 1.0 / model.width_ratio

@@ -2,7 +2,7 @@
 
 The sections `optimizer` and `scheduler` set the trainer's flags. DeepSpeed itself applies them only if the program
 passes neither an optimizer nor a schedule. Like the trainer's, its schedules count steps, rise from 0, and then hold or
-decay; other schedules are refused.
+decay; they may start with another step, but other differences are refused.
 
 Source: DeepSpeed 0.19 `runtime/lr_schedules.py`, `WarmupLR`, `WarmupDecayLR` and `WarmupCosineLR`.
 """

@@ -34,7 +34,7 @@ class Legacy:
     harmless: Any
 
     def sentence(self, option: str, value: Any) -> str | None:
-        """The message for a given value; None if the value has no effect."""
+        """The message for a given value; None if it matches the behavior here."""
         values = value if self.flag.is_tuple else (value,)
         if value is False or (self.harmless is not None and values == (self.harmless,)):
             return None

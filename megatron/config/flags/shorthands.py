@@ -356,5 +356,5 @@ _SHORTHANDS: tuple[Shorthand, ...] = (
     _row("topk", int, _topk, "same as --moe-router-topk, with --moe-router-pre-softmax if 1"),
     _row("mlp_type", str, _mlp_type, "standard, or residual: --moe-residual, with --moe-router-topk 1 if unset"),
     _row("moe_router_load_balancing_type", str, _load_balancing,
-         "load balancing: aux_loss, seq_aux_loss or global_aux_loss (--moe-aux-loss-scope), or none"),
+         "load balancing: aux_loss, seq_aux_loss or global_aux_loss (--moe-aux-loss-scope), or none (coefficient 0)"),
 )  # fmt: skip

@@ -25,7 +25,7 @@ class FinetuningConfig(ConfigSection):
     )
     copy_prompt_probability: float = flag(
         0.0,
-        "probability, drawn again in each epoch, that the answers of a sample are replaced by its prompts",
+        "probability that the answers of a training sample are replaced by its prompts, drawn anew in each epoch",
         at_least=0,
         at_most=1,
         resume=RUN_MUST_MATCH,

@@ -32,7 +32,7 @@ class LossConfig(ConfigSection):
     )
     reweight_loss_based_on_position_frequency: bool = flag(
         False,
-        "with --objective prefix, weight each position by the inverse of how often it is predicted",
+        "with --objective prefix, weight early positions more, as they are predicted less often",
         resume=RUN_MUST_MATCH,
     )
     z_loss_coeff: float = flag(

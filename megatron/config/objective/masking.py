@@ -51,7 +51,7 @@ class MaskingConfig(ConfigSection):
         resume=RUN_MUST_MATCH,
     )
     masking_ngrams: int = flag(
-        help="longest n-gram of words masked as one span, drawn with a probability proportional to 1/n; 3 for "
+        help="maximum number of words of a masked span; n words have a probability proportional to 1/n; 3 for "
         "sentences, else 1 if unset",
         computed=lambda masking: _SENTENCE_NGRAMS if masking.masked_samples == SENTENCES else 1,
         follows=("masked_samples",),

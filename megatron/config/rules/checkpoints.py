@@ -51,7 +51,7 @@ def _weights(run: RunSections) -> Iterator[str]:
             "teacher's checkpoints."
         )
     if loading.from_scratch and evaluation.eval_only:
-        yield ("--from-scratch cannot be combined with --eval-only, which evaluates a checkpoint. Drop one of them.")
+        yield "--from-scratch cannot be combined with --eval-only, which evaluates a checkpoint. Drop one of them."
     if loading.load is None:
         requested = {
             "--eval-only": evaluation.eval_only,

@@ -33,7 +33,7 @@ def _sources(run: RunSections) -> Iterator[str]:
             )
         training = ("--train-weighted-split-paths", "--train-data-path")
         if modes[0][0] not in training:
-            yield (f"{modes[0][0]} requires {training[0] if modes[0] is weighted else training[1]}, the training data.")
+            yield f"{modes[0][0]} requires {training[0] if modes[0] is weighted else training[1]}, the training data."
 
 
 @request_rule
@@ -68,4 +68,4 @@ def vocabulary_problems(parallel: ParallelRequest, vocabulary: int, tokenizer: T
         )
     size = parallel.pad_vocab_size_to
     if size is not None and size < vocabulary:
-        yield (f"--pad-vocab-size-to {size} is less than the vocabulary size {vocabulary}. Use at least {vocabulary}.")
+        yield f"--pad-vocab-size-to {size} is less than the vocabulary size {vocabulary}. Use at least {vocabulary}."

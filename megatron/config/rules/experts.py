@@ -77,7 +77,7 @@ def _layers_and_choices(model: ModelRequest) -> Iterator[str]:
         )
     fewest = min((count for count in model.moe_expert_counts if count > 1), default=model.num_experts)
     if model.moe_router_topk > fewest:
-        yield (f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {fewest}. Use at most {fewest}.")
+        yield f"--moe-router-topk {model.moe_router_topk} is more than --num-experts {fewest}. Use at most {fewest}."
 
 
 @model_rule

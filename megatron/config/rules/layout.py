@@ -48,7 +48,7 @@ def _padded_vocabulary(run: RunSections) -> Iterator[str]:
 @run_rule
 def _elastic(run: RunSections) -> Iterator[str]:
     if run.parallel.elastic and run.optim.global_batch_size is None:
-        yield ("--elastic requires --global-batch-size, which it keeps while the number of replicas changes.")
+        yield "--elastic requires --global-batch-size, which it keeps while the number of replicas changes."
 
 
 @run_rule

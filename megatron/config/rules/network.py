@@ -45,7 +45,7 @@ def _latent_attention(model: ModelRequest) -> Iterator[str]:
 def _attention(model: ModelRequest) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if groups > 0 and heads % groups:
-        yield (f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}.")
+        yield f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}."
     if model.softmax_type != VANILLA and model.attention_dropout > 0:
         yield (
             f"--attention-dropout {model.attention_dropout:g} cannot be combined with --softmax-type "
@@ -122,7 +122,7 @@ def _norms(model: ModelRequest) -> Iterator[str]:
 @model_rule
 def _initial_values(model: ModelRequest) -> Iterator[str]:
     if model.init_method_xavier_uniform and model.init_method != XAVIER_UNIFORM:
-        yield (f"--init-method-xavier-uniform contradicts --init-method {model.init_method}. Drop one of them.")
+        yield f"--init-method-xavier-uniform contradicts --init-method {model.init_method}. Drop one of them."
     if model.init_method not in (NORMAL, TRUNCATED_NORMAL) and model.init_method_std != 0.02:
         yield (
             f"--init-method-std {model.init_method_std} has no effect with --init-method {model.init_method}, which "

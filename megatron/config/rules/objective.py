@@ -72,7 +72,7 @@ def _teacher(run: RunSections) -> Iterator[str]:
 def _both_sides(run: RunSections) -> Iterator[str]:
     model, loss = run.model, run.loss
     if loss.objective == MASKED and not model.bidirectional:
-        yield ("--objective masked requires --bidirectional. Add it, or use pretrain_bert.py.")
+        yield "--objective masked requires --bidirectional. Add it, or use pretrain_bert.py."
     if model.bidirectional and loss.objective != MASKED:
         yield (
             f"--bidirectional cannot be combined with --objective {loss.objective}: tokens would attend to the ones "

@@ -20,9 +20,9 @@ def _adam(run: RunSections) -> Iterator[str]:
     if optim.use_bnb_optimizer and optim.optimizer != ADAM:
         yield f"--use-bnb-optimizer cannot be combined with {given}: it implements AdamW. Use --optimizer adam."
     if optim.use_bnb_optimizer and parallel.cpu_optimizer:
-        yield ("--use-bnb-optimizer cannot be combined with --cpu-optimizer: it updates on the GPU. Drop one of them.")
+        yield "--use-bnb-optimizer cannot be combined with --cpu-optimizer: it updates on the GPU. Drop one of them."
     if model.use_mup and optim.optimizer != ADAM:
-        yield (f"--use-mup cannot be combined with {given}: its learning rates are for Adam. Use --optimizer adam.")
+        yield f"--use-mup cannot be combined with {given}: its learning rates are for Adam. Use --optimizer adam."
 
 
 @run_rule

@@ -58,14 +58,14 @@ def _epochs(run: RunSections) -> Iterator[str]:
 def _learning_rate(run: RunSections) -> Iterator[str]:
     optim = run.optim
     if optim.lr is not None and optim.min_lr > optim.lr:
-        yield (f"--min-lr {optim.min_lr} is more than --lr {optim.lr}. Lower --min-lr.")
+        yield f"--min-lr {optim.min_lr} is more than --lr {optim.lr}. Lower --min-lr."
     if optim.override_lr_scheduler and optim.use_checkpoint_lr_scheduler:
         yield (
             "--override-lr-scheduler contradicts --use-checkpoint-lr-scheduler: the first uses the schedule of the "
             "command line, the second that of the checkpoint. Drop one of them."
         )
     if optim.lr is not None and optim.lr_warmup_init > optim.lr:
-        yield (f"--lr-warmup-init {optim.lr_warmup_init} is more than --lr {optim.lr}. Lower it.")
+        yield f"--lr-warmup-init {optim.lr_warmup_init} is more than --lr {optim.lr}. Lower it."
 
 
 @run_rule
@@ -240,7 +240,7 @@ def _growing_lengths(run: RunSections) -> Iterator[str]:
         yield f"--curriculum-steps is required by {schedule}: the number of steps to the full length."
     low, high = optim.curriculum_min_length, optim.curriculum_max_length
     if low is not None and high is not None and low > high:
-        yield (f"--curriculum-min-length {low} is more than --curriculum-max-length {high}. Swap them.")
+        yield f"--curriculum-min-length {low} is more than --curriculum-max-length {high}. Swap them."
 
 
 @run_rule
@@ -273,7 +273,7 @@ def _curriculum_of_samples(run: RunSections) -> Iterator[str]:
         if length is not None and length > sequence_length > 0:
             yield f"{name} {length} is more than --seq-length {sequence_length}. Use at most that."
     if loss.objective == MASKED:
-        yield ("--curriculum-learning cannot be combined with --objective masked, which masks whole samples. Drop it.")
+        yield "--curriculum-learning cannot be combined with --objective masked, which masks whole samples. Drop it."
     if loss.objective == MULTITASK or (loss.objective == CAUSAL and loss.loss_on_targets_only):
         option = f"--objective {MULTITASK}" if loss.objective == MULTITASK else "--loss-on-targets-only"
         yield (

@@ -150,7 +150,7 @@ def _ring_problems(model: ModelRequest, parallel: ParallelRequest, loss: LossCon
     way = f"Use --cp-comm-type {ULYSSES}"
     option = f"--cp-comm-type {parallel.cp_comm_type}"
     if loss.has_prefixes:
-        yield f"--objective {loss.objective} cannot be combined with {option}, whose attention is causal. {way}."
+        yield f"--objective {loss.objective} cannot be combined with {option}, which does not support prefixes. {way}."
     if model.attention_dropout > 0:
         yield (
             f"--attention-dropout {model.attention_dropout:g} cannot be combined with {option}, which does not support "

@@ -155,10 +155,7 @@ SWITCHES: Mapping[str, str] = types.MappingProxyType(
 class KernelConfig(ConfigSection):
     """The implementations of operations; see docs/kernels.md."""
 
-    fused_attention: bool = flag(
-        True,
-        "fused attention, which does not store the s x s matrix of probabilities",
-    )
+    fused_attention: bool = flag(True, "fused attention, which does not store the s x s matrix of probabilities")
     kernels: str = flag(
         AUTO,
         f"kernel implementation: {', '.join(IMPLEMENTATIONS)} (auto: the fastest available one, as measured), for all "
@@ -170,7 +167,7 @@ class KernelConfig(ConfigSection):
     masked_softmax_fusion: bool = flag(True, "fused scale, mask and softmax; same as --kernels softmax=torch")
     bias_swiglu_fusion: bool = flag(True, "fused bias and gated activation; same as --kernels activation=torch")
     rope_fusion: bool = flag(True, "fused RoPE; same as --kernels rotary=torch")
-    persist_layer_norm: bool = flag(True, "persistent fused norm kernels; same as --kernels norm=torch")
+    persist_layer_norm: bool = flag(True, "compiled norm kernels; same as --kernels norm=torch")
     gradient_accumulation_fusion: bool = flag(
         True,
         "accumulation of large weight gradients in float32 inside their GEMM, where the device supports it; the log's "

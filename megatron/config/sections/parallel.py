@@ -103,10 +103,10 @@ class ParallelRequest(ConfigSection):
         None, "number of layers on the last pipeline rank; the others share the rest evenly", at_least=1
     )
     account_for_embedding_in_pipeline_split: bool = flag(
-        False, "count the embedding as a layer when layers are divided over pipeline stages"
+        False, "divide layers evenly over pipeline stages, with the embedding as one more layer"
     )
     account_for_loss_in_pipeline_split: bool = flag(
-        False, "count the output layer and its loss as a layer when layers are divided over pipeline stages"
+        False, "divide layers evenly over pipeline stages, with the output layer and its loss as one more layer"
     )
     distributed_backend: str | None = flag(
         None, "backend of torch.distributed; nccl on CUDA and gloo on CPU if unset", choices=("nccl", "gloo")
