@@ -123,9 +123,8 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     model_config = replace(config.model, padded_vocab_size=padded, disable_moe_token_dropping=True)
     config = replace(config, model=model_config)
     network = network_layers(config.model, mesh)
-    bounds = stage_bounds(
-        network, Placement.loop(mesh.pp.size, 1), EVENLY
-    )  # the head computes few positions, so it does not count
+    # The head computes few positions, so it does not count.
+    bounds = stage_bounds(network, Placement.loop(mesh.pp.size, 1), EVENLY)
     model = LayerStack(network[bounds[mesh.pp.rank] : bounds[mesh.pp.rank + 1]])
     loaded = load_weights(model, source, mesh, known=newest)
     model = model.eval().to(_dtype(config.precision, mesh))

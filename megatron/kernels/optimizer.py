@@ -386,9 +386,9 @@ def _pack(state: Mapping[str, torch.Tensor], name: str, values: torch.Tensor) ->
     state[scale].copy_(largest)
 
 
-def _parts(count: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+def _parts(tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
     """Splits the only tensor of a list, which is flat, into parts of these sizes; an empty list stays empty."""
-    return [part for each in count for part in each.split([*sizes, len(each) - sum(sizes)])[: len(sizes)]]
+    return [part for each in tensors for part in each.split([*sizes, len(each) - sum(sizes)])[: len(sizes)]]
 
 
 def _alike(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -197,9 +197,9 @@ def _is_faster_with_onednn(x: torch.Tensor) -> bool:
 
 
 def _onednn_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + b`; no view, as torch's own, since autograd refuses that one is summed over ranks in part.
+    """`x W^T + b`; not a view, like torch's product, since autograd rejects an in-place sum over ranks of a view.
 
-    A transposed part of a larger matrix is copied: for such a weight oneDNN has a reference implementation alone, which
+    A transposed part of a larger matrix is copied: for such a weight oneDNN has only a reference implementation, which
     takes a thousand times as long.
     """
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])

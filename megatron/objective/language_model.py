@@ -234,7 +234,7 @@ class PrefixObjective(LanguageModelObjective):
         """A micro-batch's part of the divisor of the minimized sum."""
         if not self.on_targets_only:
             return float(batch.loss_mask.size)
-        offsets, sizes, longest = self._places(batch)
+        offsets, sizes, longest = self._offsets(batch)
         weights = 2 * (sizes - offsets) / (sizes + 1) if self.reweights_positions else 1.0
         return float((np.minimum((offsets + 1) / longest, 1.0) * weights).sum())
 
@@ -243,10 +243,10 @@ class PrefixObjective(LanguageModelObjective):
         targets = super().targets(batch)
         if not self.reweights_positions:
             return targets
-        offsets, sizes, _ = self._places(batch)
+        offsets, sizes, _ = self._offsets(batch)
         return {**targets, "position_weights": (2 * (sizes - offsets) / (sizes + 1)).astype(np.float32)}
 
-    def _places(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _offsets(self, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The offset of each token in its sample or document, the length of that, and of its longest prefix.
 
         Shapes: each `[b, s]`.

@@ -2,7 +2,7 @@
 
 Texts are tokenized by the rules of the harness's `hf` model, so that both give the same figures: blanks at the end of a
 context belong to the continuation, the continuation's tokens are those of the whole text after as many as the context
-has, and an empty context is the beginning-of-sequence token, or the end-of-document token without one. The one
+has, and an empty context is the beginning-of-sequence token, or else the end-of-document token. The one
 difference: a token that the tokenizer appends to texts (`</s>`) is skipped here, while the harness takes it for the end
 of the continuation and loses the continuation's first token.
 """

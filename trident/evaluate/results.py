@@ -18,6 +18,7 @@ from trident.evaluate.tasks.task import TaskResult
 FORMAT = "megatron-evaluation"
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 30
+_KEYS = {"source": "place"}
 
 NETWORK = "model"
 _ROUNDING = 1e-12  # relative error below which a standard error is rounding of equal values
@@ -33,10 +34,11 @@ class EvaluatedTask:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The outcome's entry in the file."""
+        """The outcome's entry in the file, where the source of a mistake has the key "place"."""
         if self.result is None:
             return {"name": self.title, "failure": self.failure}
-        return {**asdict(self.result), "seconds": round(self.seconds, 3)}
+        entry = asdict(self.result, dict_factory=lambda pairs: {_KEYS.get(key, key): value for key, value in pairs})
+        return {**entry, "seconds": round(self.seconds, 3)}
 
 
 def write_results(path: Path, about: Mapping[str, Any], outcomes: Sequence[EvaluatedTask]) -> None:

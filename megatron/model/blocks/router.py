@@ -176,7 +176,7 @@ class ExpertLoad:
     Shapes: counts, dropped and last_shares `[e]`.
 
     Attributes:
-        counts: number of this rank's tokens.
+        counts: number of this rank's tokens, per expert.
         dropped: number of these that the expert dropped; None without a capacity.
         last_shares: see `Router.expert_shares`.
     """

@@ -24,7 +24,7 @@ from megatron.model.interface.step_state import named_states, states_of
 from megatron.parallel.rng import draw_weights_
 from megatron.parallel.shard_spec import ShardSpec, shard_spec_of
 
-# Most programs that torch.compile may make of a block: by mode, shapes and kind of layer.
+# Most programs that torch.compile may make of the blocks' code: by mode, shapes and kind of layer.
 MOST_PROGRAMS = 64
 
 
@@ -66,7 +66,7 @@ class LayerStack(nn.Module):
 
     Args:
         specs: the layers in order.
-        seed: seed of the initial parameter values; None leaves the matrices zero, if weights are loaded later.
+        seed: seed of the initial parameter values; None leaves the matrices zero, for weights to be loaded.
         build: replaces `build_layer`, for callers that must do more.
         initial_values: the implementation that draws the values, which do not depend on it.
     """

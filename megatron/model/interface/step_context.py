@@ -60,7 +60,7 @@ class TextPart:
     Attributes:
         count: number of tokens.
         first: position of the first token in its text.
-        text_length: number of tokens so far, for rotary frequencies that depend on the length.
+        text_length: tokens of the text known so far, pending ones included, for rotary frequencies that depend on it.
     """
 
     count: int

@@ -34,6 +34,7 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     first, second = found["tasks"]
     assert first["figures"] == {"acc": 0.25, "ppl": "inf"} and first["errors"] == {"acc": 0.1}
     assert first["wrong"][0]["expected"] == " cat" and first["wrong"][0]["predicted"] == " d\ud800g"
+    assert first["wrong"][0]["place"] == "line 2" and len(first["wrong"][0]) == 4
     assert first["per_item"] == [{"item": "line 1", "acc": 1.0}] and first["seconds"] == 1.235
     assert second == {"name": "b", "failure": "b.jsonl cannot be read"}
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]

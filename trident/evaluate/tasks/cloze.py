@@ -77,7 +77,7 @@ def _occurrences(item: ChoiceItem, number: int) -> float:
 
 
 def read_cloze(path: Path) -> Iterator[ClozeQuestion]:
-    """The questions of a file, which is jsonl if it ends so.
+    """The questions of a file, which is jsonl if its name ends in .jsonl or .json.
 
     Raises:
         DataError: the file cannot be read, or a question is incomplete.

@@ -1,8 +1,8 @@
 """Exact match of the text that a network generates after a prompt with the answer.
 
 Both texts are normalized first: compatibility forms (NFKC), case folding, runs of white space replaced by one blank,
-and quotes, brackets, sentence marks and white space stripped at both ends. With `normalize: none` only white space is
-stripped.
+and quotes, brackets, sentence marks and white space stripped at both ends. With `normalize: none` only white
+space at both ends is stripped.
 """
 
 from __future__ import annotations

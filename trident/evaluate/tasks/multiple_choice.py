@@ -36,7 +36,7 @@ class MultipleChoice(ScoredTask):
     template: str = flag(PLACE_OF_QUESTION, "text before a choice; {question} is replaced by the question")
     separator: str = flag(" ", "text between question and choice")
     unconditional: bool = flag(False, "also rank by the log-probability minus that without the question")
-    few_shot: int = flag(0, "number of answered questions in front of each question, from `examples`", at_least=0)
+    few_shot: int = flag(0, "number of answered questions before each question, the first of `examples`", at_least=0)
     examples: str | None = flag(None, "jsonl file of the questions for few_shot")
 
     def prepare(self, tokenizer: Tokenizer, max_length: int, limit: int | None) -> Prepared:

@@ -121,21 +121,21 @@ class Perplexity(ScoredTask):
                 "network. Use a smaller window."
             )
         stride = max(1, window // 2) if self.stride is None else self.stride
-        windows: list[Window] = []
+        parts: list[Part] = []
         queries: list[Query] = []
         for document in read_documents(self.path, self.key, tokenizer):
-            if limit is not None and len(windows) >= limit:
+            if limit is not None and len(parts) >= limit:
                 break
-            for part, part_queries in self._windows(document, tokenizer, window, stride):
-                windows.append(part)
+            for part, part_queries in self._parts(document, tokenizer, window, stride):
+                parts.append(part)
                 queries += part_queries
-        kept = windows[:limit]
+        kept = parts[:limit]
         notes = (f"windows of {window} tokens, {stride} apart",)
         return PreparedText(tuple(kept), queries[: sum(one.queries for one in kept)], tokenizer, notes=notes)
 
-    def _windows(
+    def _parts(
         self, document: ScoredDocument, tokenizer: Tokenizer, window: int, stride: int
-    ) -> Iterator[tuple[Window, list[Query]]]:
+    ) -> Iterator[tuple[Part, list[Query]]]:
         detokenizer = DETOKENIZERS[self.detokenizer]
         if document.tokens is not None:
             tokens = document.ids(tokenizer)
@@ -159,12 +159,12 @@ class Perplexity(ScoredTask):
             if count >= window or before + count == scored:
                 share = Fraction(count, scored)
                 source = f"{document.source}, token {before}"
-                yield Window(source, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
+                yield Part(source, len(group), count, max(words, 0) * share, max(text_bytes, 0) * share), group
                 group, before, count = [], before + count, 0
 
 
 @dataclass(frozen=True)
-class Window:
+class Part:
     """A part of a document, of about a window's tokens.
 
     Attributes:
@@ -185,7 +185,7 @@ class Window:
 class PreparedText(Prepared):
     """Parts of text with their queries, in order."""
 
-    items: Sequence[Window]
+    items: Sequence[Part]
     tokenizer: Tokenizer
 
     def measure(self, scores: Sequence[Score], *, is_uniform: bool = False) -> TaskMeasurement:

@@ -64,7 +64,7 @@ def task_from(description: Any, folder: Path, source: str) -> Task:
 
     Args:
         folder: the folder that paths are relative to.
-        source: of the description, for messages.
+        source: name of the description, for messages.
 
     Raises:
         ConfigError: an unknown kind or key, or an invalid value.
