@@ -172,7 +172,7 @@ def test_a_failure_is_a_warning_and_the_next_save_tries_again(
     storage.refuses = False
     assert len(retention.apply(save_step(tmp_path, 3))) == 2
     assert retention.apply(tmp_path / "iter_0000009") == []
-    assert "is deleted now: " in capsys.readouterr().err
+    assert f"no checkpoint in {tmp_path} is deleted now: " in capsys.readouterr().err
 
 
 def test_the_work_of_deleting_does_not_grow_with_the_square_of_the_checkpoints(tmp_path: Path) -> None:
