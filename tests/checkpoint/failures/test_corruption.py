@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import SHAPES, cut_for_ranks, make_state, whole_sink
-from tests.checkpoint.made.versions import FORMS, rewrite
+from tests.checkpoint.made.versions import FORMS, rewrite, sealed
 
 MESH = ParallelMesh.single()
 FILE = "pieces_00000.safetensors"
@@ -46,11 +45,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     values = json.loads(path.read_text())
     del values["digest"]
     change(values)
-    seal(path, json.dumps(values)[:-1] + ",\n")
-
-
-def seal(path: Path, text: str) -> None:
-    path.write_text(text + f'"digest": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
+    path.write_bytes(sealed(json.dumps(values)[:-1].encode() + b",\n"))
 
 
 def put(*places: Any) -> Callable[[dict[str, Any]], object]:
