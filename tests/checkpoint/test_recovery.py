@@ -71,6 +71,12 @@ def test_a_foreign_checkpoint_is_not_treated_as_a_new_run(tmp_path: Path, name: 
         load_newest(tmp_path, list, MESH)
 
 
+def test_a_megatron_folder_of_the_same_name_is_not_mistaken(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"none of the 1 (.|\n)*iter_0000100 has no manifest.json"):
+        load_newest(tmp_path, list, MESH)
+
+
 def test_the_newest_valid_checkpoint_is_used_regardless_of_the_latest_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
