@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh                    the core of the suite and samples of the rest: 10.5 minutes on two idle cores
 #   bash tests/run.sh --changed [REF]    every test that depends on a file changed since REF (origin/main)
-#   bash tests/run.sh --all              everything
+#   bash tests/run.sh --all              everything; with --cases 401 also what is marked campaign
 #   bash tests/run.sh -k parity          further arguments go to pytest
 set -euo pipefail
 

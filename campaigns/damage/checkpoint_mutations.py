@@ -158,7 +158,7 @@ def lose(draw: Random, tree: Tree) -> None:
 
 
 def swap(draw: Random, tree: Tree) -> None:
-    """Two files bear each other's names."""
+    """Two files have exchanged names."""
     folder = tree[folder_name(NEWER)]
     one, other = draw.sample(files_of(tree), 2)
     folder[one], folder[other] = folder[other], folder[one]
@@ -189,7 +189,7 @@ def other_kind(draw: Random, tree: Tree) -> None:
 
 
 def other_number(draw: Random, tree: Tree) -> None:
-    """The folder of a step bears the number of another one."""
+    """The folder of a step has the number of another one."""
     step = draw.choice((3, 4, 10**6, 10**17))
     tree[folder_name(step)] = dict(tree[folder_name(draw.choice((OLDER, NEWER)))])
 
@@ -227,7 +227,7 @@ MUTATIONS: Mapping[str, Mutation] = {
 }  # fmt: skip
 
 
-# --- what loading makes of it ---------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 class Unnoticed(Exception):
@@ -239,12 +239,12 @@ STATES = {step: make_state(SHAPES, seed=step) for step in (OLDER, NEWER)}
 
 @dataclass
 class Attempts:
-    """Wants everything whole, and keeps apart what each attempt to load was given."""
+    """Requests whole tensors, and records the values of each attempt to load separately."""
 
     given: list[dict[PieceKey, torch.Tensor]] = field(default_factory=list)
 
     def wanted(self) -> Iterator[tuple[PieceKey, Accept]]:
-        """The pieces that loading requests at every attempt."""
+        """The pieces to load; called once per attempt."""
         taken: dict[PieceKey, torch.Tensor] = {}
         self.given.append(taken)
         for key, _ in whole_sink(STATES[NEWER]).expected:

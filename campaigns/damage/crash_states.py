@@ -154,7 +154,7 @@ class Folder:
 
 
 class Disk:
-    """A disk while operations arrive."""
+    """A disk to which operations are applied."""
 
     def __init__(self) -> None:
         self.root = Folder()
@@ -175,7 +175,7 @@ class Disk:
         return folder.entries()[name]
 
     def do(self, operation: Operation) -> None:
-        """Takes one operation in."""
+        """Applies one operation."""
         if operation.name in ("write", "sync", "sync directory"):
             node = self._node(operation.path)
             if operation.name == "write":
@@ -274,7 +274,7 @@ def _some(node: Folder, draw: Random) -> list[tuple[int, ...]]:
     return draw.sample(every, min(len(every), 10))
 
 
-# --- what recovery makes of it --------------------------------------------------------------------
+# --- recovery -------------------------------------------------------------------------------------
 
 
 class Lost(Exception):

@@ -99,7 +99,7 @@ def save_step(directory: Path, step: int) -> None:
     save(directory, step, whole_sink(STATES[step]).expected, record, MESH, SaveOptions(chunk_bytes=1024))
 
 
-# --- what is done to a directory ------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------
 
 
 class Wrong(Exception):
@@ -149,7 +149,7 @@ STEPS: dict[str, Callable[[Path], Any]] = {
 
 
 def use(name: str, place: Place) -> Outcome:
-    """Does everything to a directory, in this process."""
+    """Runs all steps on a directory, in this process."""
     output, texts, wrong, loaded = io.StringIO(), [], [], 0
     longest = 0.0
     held = reset_peak()

@@ -26,7 +26,7 @@ import torch
 from megatron.checkpoint.lock import LOCK_NAME
 from megatron.checkpoint.manifest import MANIFEST_NAME
 from megatron.checkpoint.publish import HINT_NAME
-from tests.checkpoint.made.versions import rewrite
+from tests.checkpoint.made.versions import rewrite, sealed
 
 FILE = "pieces_00000.safetensors"
 NEWEST = "iter_0000002"
@@ -104,7 +104,7 @@ def _array(place: Place) -> bytes:
 
 def write_sealed(path: Path, body: bytes) -> None:
     """Writes a manifest with that text and the digest that belongs to it."""
-    path.write_bytes(body + b'"digest": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
+    path.write_bytes(sealed(body))
 
 
 def read_values(place: Place) -> dict[str, Any]:

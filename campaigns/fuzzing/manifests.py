@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import json
 import re
@@ -44,6 +43,7 @@ from megatron.tokenizers.record import TokenizerRecord, check_same_tokenizer
 from megatron.tokenizers.tokenizer import Tokenizer, build_tokenizer
 from megatron.train.restarts.identity import RunIdentity
 from tests.checkpoint.made.fake_pieces import make_state, whole_sink
+from tests.checkpoint.made.versions import sealed
 from tests.helpers.tiny_run import VOCAB_SIZE, TinyCorpus, write_tiny_corpus
 from tools.runs.sample_order import SampleOrder, samples_of_steps
 from trident.checkpoints.summary import summarize, summary_lines
@@ -200,8 +200,7 @@ def _sample_tool(folder: Path, rig: Rig) -> None:
 def seal(body: bytes) -> bytes:
     """A manifest with that text and the digest that belongs to it."""
     head = body.rstrip()
-    head = (head[:-1] if head.endswith(b"}") else head) + b",\n"
-    return head + b'"digest": "' + hashlib.sha256(head).hexdigest().encode() + b'"\n}\n'
+    return sealed((head[:-1] if head.endswith(b"}") else head) + b",\n")
 
 
 def _resealed(name: str, mutation: Mutation) -> Mutation:

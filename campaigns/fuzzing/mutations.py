@@ -88,7 +88,7 @@ def insert_or_remove(draw: Random, files: Files) -> Files:
 
 
 def swap(draw: Random, files: Files) -> Files:
-    """Two files bear each other's names; of a single one, its halves change places."""
+    """Two files have exchanged names; the halves of a single file are exchanged."""
     names = sorted(files)
     if len(names) == 1:
         middle = len(files[names[0]]) // 2

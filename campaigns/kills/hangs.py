@@ -32,7 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 PHASES = ("data", "forward", "p2p", "backward", "step", "evaluation", "save")
 STARTS = ("join", "load", "index")  # a rank that is stopped there is found; one that is stuck, only after minutes
 HANGS = ("stop", "spin", "sleep", "hold")
-ENDS = {"kill": -9, "exit": 9, "error": int(ExitCode.DATA), "bug": 1}
+ENDS = {"kill": -9, "error": int(ExitCode.DATA), "exit": 9, "bug": 1}
 _LIMIT_SECONDS = 120.0
 # What loaded machines may need beyond the five seconds that are promised.
 _SLACK_SECONDS = 60.0
@@ -141,10 +141,10 @@ def _problems(fault: Fault, ends: list[RankEnd], seconds: float, messages: list[
 
 
 def draw(number: int, drawn: random.Random) -> Fault:
-    """The fault of a case: kinds and layouts in turn, the rest at random."""
+    """The fault of a case: kinds and layouts in turn, so that 40 cases have every pair; the rest at random."""
     kinds = [*HANGS, *ENDS]
     layout = list(LAYOUTS)[number % len(LAYOUTS)]
-    kind = kinds[number // len(LAYOUTS) % len(kinds)]
+    kind = kinds[5 * number % len(kinds)]  # the first two cases are a hang and an error
     world_size, has_stages = LAYOUTS[layout][0], "pipeline_schedule" in LAYOUTS[layout][1]
     phases = [phase for phase in PHASES if has_stages or phase != "p2p"]
     places = phases if kind in HANGS else [*phases, "init"]  # a hang in start-up is only found after minutes

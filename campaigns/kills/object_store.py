@@ -3,7 +3,7 @@
 A run copies each checkpoint to a local S3 server (--save-secondary) and keeps the newest two. The server kills it
 before or after it carries out one of the requests that change something. What then counts as a checkpoint in the store
 is whole, and none that was complete is lost. The next run, every other time without the first one's disk, continues
-from the newest checkpoint that is left, and the store ends with the objects of a run that was left alone.
+from the newest checkpoint that is left, and the store ends with the objects of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Cases:
         self.requests = server.changes
         code = code or self._train(folder / "alone", "s3://kills/alone", STEPS + 1)
         if code:
-            raise RuntimeError(f"a run that is left alone ends with {code}")
+            raise RuntimeError(f"an undisturbed run ends with {code}")
         self._after = _objects("s3://kills/alone")
 
     def problem(self, number: int, place: int, *, after: bool, loses_disk: bool) -> str:

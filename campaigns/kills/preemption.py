@@ -2,7 +2,7 @@
 
 In each case a run is interrupted once, at a moment drawn between its start and its end: while it starts, builds its
 indexes, trains, evaluates or saves. Wherever a step had been trained, none may be lost: the newest checkpoint is that
-of the last step reported. The same command then continues to the end, with the losses of a run that was left alone.
+of the last step reported. The same command then continues to the end, with the losses of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 from campaigns.campaign import Plan, Result
 from megatron.errors import ExitCode
+from tests.checkpoint.retention.checkpoints import steps
 from tests.helpers.machines.rank_processes import RankEnd, run_rank_processes
 from tests.helpers.tiny_run import TinyCorpus, losses, write_tiny_corpus
 
@@ -78,11 +79,6 @@ def texts_of(ends: Sequence[RankEnd]) -> str:
     return "\n".join(f"rank {rank}, code {end.code}:\n{end.errors}" for rank, end in enumerate(ends))
 
 
-def newest_step(folder: Path) -> int:
-    """The step of the newest checkpoint of a run; 0 if it has none."""
-    return max((int(path.name[5:]) for path in (folder / "checkpoints").glob("iter_*")), default=0)
-
-
 def run_case(
     corpus: TinyCorpus, folder: Path, layout: tuple[int, int], moment_seconds: float, expected: dict[int, float]
 ) -> Outcome:
@@ -94,21 +90,19 @@ def run_case(
     codes, text = tuple(end.code for end in ends), texts_of(ends)
     metrics = folder / "run" / "metrics.jsonl"
     last = max(losses(folder), default=0) if metrics.exists() else 0
-    outcome = Outcome(layout, moment_seconds, codes, last, newest_step(folder), seconds)
+    outcome = Outcome(layout, moment_seconds, codes, last, max(steps(folder / "checkpoints"), default=0), seconds)
     if any(code not in _CODES for code in codes):
-        return _with(outcome, f"exit codes {codes}:\n{text}")
+        return replace(outcome, problem=f"exit codes {codes}:\n{text}")
     if outcome.saved_step != last:
-        return _with(outcome, f"step {last} was trained, and the newest checkpoint is of {outcome.saved_step}:\n{text}")
+        return replace(
+            outcome, problem=f"step {last} was trained, and the newest checkpoint is of {outcome.saved_step}:\n{text}"
+        )
     ends = train(flags, layout)
     if any(end.code for end in ends):
-        return _with(outcome, f"the same command did not end well:\n{texts_of(ends)}")
+        return replace(outcome, problem=f"the same command failed:\n{texts_of(ends)}")
     if losses(folder) != expected:
-        return _with(outcome, "the losses differ from those of a run that was left alone")
+        return replace(outcome, problem="the losses differ from those of an uninterrupted run")
     return outcome
-
-
-def _with(outcome: Outcome, problem: str) -> Outcome:
-    return replace(outcome, problem=problem)
 
 
 def run_cases(plan: Plan) -> Iterator[Result]:

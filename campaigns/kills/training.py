@@ -3,7 +3,7 @@
 In each case a run that saves in the background loses a rank, all ranks, its launcher or everything at once. Half of the
 kills come at a moment drawn between start and end, half at one of the operations on files of which a save consists. No
 committed checkpoint may be lost or damaged and no process may stay; the same command then continues to the end, with
-the metrics and the last checkpoint of a run that was left alone, and leaves no temporary folder behind.
+the metrics and the last checkpoint of an undisturbed run, and leaves no temporary folder behind.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from megatron.checkpoint import verify
 from megatron.errors import MegatronError
 from megatron.observe.metrics_file import read_steps
 from megatron.parallel.processes import born_at
+from tests.checkpoint.retention.checkpoints import steps
 from tests.helpers.ranks import fork_server_context, free_port
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
@@ -107,7 +108,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """A run of a layout that was left alone."""
+    """An undisturbed run of a layout."""
 
     seconds: float
     metrics: Mapping[int, tuple[Any, ...]]
@@ -306,39 +307,34 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in last.glob("*.safetensors")}
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder."""
-    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("iter_*"))
-
-
 def reference(corpus: TinyCorpus, folder: Path, layout: str) -> Reference:
-    """Leaves a run alone."""
+    """Runs a layout without a kill."""
     case = Case(layout, Fault(), keep_last=2)
     began_at = time.monotonic()
     attempt = Attempt(folder, 0, flags_of(corpus, folder, case), LAYOUTS[layout][0], case.fault)
     code, left = attempt.wait()
     if code or left:
-        raise RuntimeError(f"a run that was left alone ended with {code}, {left}:\n{attempt.text()}")
+        raise RuntimeError(f"an undisturbed run ended with {code}, {left}:\n{attempt.text()}")
     return Reference(time.monotonic() - began_at, metrics_of(folder), files_of(folder), attempt.operations())
 
 
-def draw(layout: str, left_alone: Reference, drawn: random.Random) -> Case:
+def draw(layout: str, undisturbed: Reference, drawn: random.Random) -> Case:
     """A case of a layout."""
     slow_seconds = drawn.choice((0.0, 0.001, 0.003))
     if drawn.random() < 0.5:
         keep_last = drawn.choice((None, 2))
         victims = drawn.choices(("rank", "ranks", "launcher", "all"), (60, 20, 12, 8))[0]
-        moment = drawn.uniform(0.0, left_alone.seconds)
+        moment = drawn.uniform(0.0, undisturbed.seconds)
         return Case(layout, Fault(slow_seconds=slow_seconds), moment, victims, keep_last)
-    rank = drawn.randrange(len(left_alone.operations))
-    operation = drawn.choice(sorted(left_alone.operations[rank]))
-    place = drawn.randint(1, left_alone.operations[rank][operation])
+    rank = drawn.randrange(len(undisturbed.operations))
+    operation = drawn.choice(sorted(undisturbed.operations[rank]))
+    place = drawn.randint(1, undisturbed.operations[rank][operation])
     moments = ("before", "after", "middle") if operation.startswith("write") else ("before", "after")
     fault = Fault(rank, operation, place, drawn.choice(moments), drawn.random() < 0.3, slow_seconds)
     return Case(layout, fault, keep_last=2)  # as the run whose operations were counted
 
 
-def run_case(corpus: TinyCorpus, folder: Path, case: Case, left_alone: Reference, drawn: random.Random) -> Outcome:
+def run_case(corpus: TinyCorpus, folder: Path, case: Case, undisturbed: Reference, drawn: random.Random) -> Outcome:
     """Kills one run and continues it."""
     folder.mkdir()
     flags, world_size = flags_of(corpus, folder, case), LAYOUTS[case.layout][0]
@@ -354,17 +350,17 @@ def run_case(corpus: TinyCorpus, folder: Path, case: Case, left_alone: Reference
             time.sleep(0.002)
     code, left = attempt.wait()
     seconds = time.monotonic() - died_at
-    metrics, saved = metrics_of(folder), saved_steps(folder)
+    metrics, saved = metrics_of(folder), steps(folder / "checkpoints")
     outcome = Outcome(case, bool(code), max(metrics, default=0), max(saved, default=0), seconds)
-    problem = _kill_problem(folder, attempt, left, outcome, left_alone)
+    problem = _kill_problem(folder, attempt, left, outcome, undisturbed)
     if not problem:
         again = Attempt(folder, 1, flags, world_size, Fault())
         code, left = again.wait()
-        problem = _end_problem(folder, again, code, left, outcome, left_alone)
+        problem = _end_problem(folder, again, code, left, outcome, undisturbed)
     return replace(outcome, problem=problem)
 
 
-def _kill_problem(folder: Path, attempt: Attempt, left: list[int], outcome: Outcome, left_alone: Reference) -> str:
+def _kill_problem(folder: Path, attempt: Attempt, left: list[int], outcome: Outcome, undisturbed: Reference) -> str:
     """The problem after a kill; empty if none."""
     text = attempt.text()
     if left:
@@ -372,9 +368,9 @@ def _kill_problem(folder: Path, attempt: Attempt, left: list[int], outcome: Outc
     told = [int(step) for step in re.findall(r"successfully saved checkpoint at iteration +(\d+)", text)]
     if max(told, default=0) > outcome.saved_step:
         return f"the checkpoint of step {max(told)} is lost, {outcome.saved_step} is the newest:\n{text}"
-    if outcome.case.keep_last is None and not set(told) <= set(saved_steps(folder)):
-        return f"of the checkpoints of steps {told} only {saved_steps(folder)} are there:\n{text}"
-    for step in saved_steps(folder):
+    if outcome.case.keep_last is None and not set(told) <= set(steps(folder / "checkpoints")):
+        return f"of the checkpoints of steps {told} only {steps(folder / 'checkpoints')} are there:\n{text}"
+    for step in steps(folder / "checkpoints"):
         try:
             verify(folder / "checkpoints" / f"iter_{step:07d}")
         except MegatronError as failure:
@@ -383,11 +379,11 @@ def _kill_problem(folder: Path, attempt: Attempt, left: list[int], outcome: Outc
         return f"the verdict on the lost rank is about what the others did after it was lost:\n{text}"
     if outcome.reported_step - outcome.saved_step > 2 * SAVE_INTERVAL:
         return f"step {outcome.reported_step} was reported, and {outcome.saved_step} is saved:\n{text}"
-    return "" if _is_part(metrics_of(folder), left_alone.metrics) else "the metrics before the kill differ"
+    return "" if _is_part(metrics_of(folder), undisturbed.metrics) else "the metrics before the kill differ"
 
 
 def _end_problem(
-    folder: Path, again: Attempt, code: int, left: list[int], outcome: Outcome, left_alone: Reference
+    folder: Path, again: Attempt, code: int, left: list[int], outcome: Outcome, undisturbed: Reference
 ) -> str:
     """The problem after a restart by the same command; empty if none."""
     text = again.text()
@@ -395,10 +391,10 @@ def _end_problem(
         return f"the same command ended with {code}, {left}:\n{text}"
     if outcome.saved_step and f"resumed {folder / 'checkpoints'}/iter_{outcome.saved_step:07d}:" not in text:
         return f"the run was not resumed from step {outcome.saved_step}:\n{text}"
-    if metrics_of(folder) != left_alone.metrics:
-        return "the metrics differ from those of a run that was left alone"
-    if files_of(folder) != left_alone.files:
-        return "the last checkpoint differs from that of a run that was left alone"
+    if metrics_of(folder) != undisturbed.metrics:
+        return "the metrics differ from those of an undisturbed run"
+    if files_of(folder) != undisturbed.files:
+        return "the last checkpoint differs from that of an undisturbed run"
     rest = [path.name for path in (folder / "checkpoints").glob(".*") if re.match(r"\.(tmp|old|trash)", path.name)]
     return f"{rest} stayed in the folder of the checkpoints" if rest else ""
 

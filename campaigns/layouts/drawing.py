@@ -18,7 +18,7 @@ from tests.parity.reference import Recipe
 from tests.parity.switches import SWITCHES
 
 RANKS = (2, 4)
-LAYERS = 3  # the lists of `SWITCHES` that have an entry for each block have so many
+LAYERS = 3  # the number of entries of lists in `SWITCHES` that have one for each block
 BUCKETS_ELEMENTS = (300, 2000, 9000)  # of networks of 20,000 to 100,000 values
 # What changes a layout and not what is learned.
 AXES_OF_LAYOUTS = ("pipeline", "ZeRO", "tensor parallelism", "sequences", "recompute", "optimizer state")
@@ -55,7 +55,7 @@ class Case:
         words: flags of one process as well.
         layout: flags of the layout.
         bucket_elements: `reduce_bucket_size` in the layout, if not DeepSpeed's.
-        skipped_step: the step whose gradients are no numbers, so that it is skipped.
+        skipped_step: the step that is skipped because its gradients are NaN.
     """
 
     seed: int
@@ -71,7 +71,7 @@ class Case:
         """The resolved configuration of the layout, or of one process.
 
         Raises:
-            ConfigError: it is none that can be trained.
+            ConfigError: it cannot be trained.
         """
         words = [*self.words, *([] if is_alone else self.layout)]
         if self.bucket_elements is not None and not is_alone:
@@ -99,26 +99,25 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The case, as a person plays it again."""
+        """A description from which the case can be run again."""
         parts = (*self.words, "|", *self.layout, "| ranks", self.ranks, "layers", self.recipe.num_layers)
         more = f"micro batch {self.recipe.micro_batch_size} of {self.recipe.global_batch_size}"
         rest = f"bucket {self.bucket_elements}, skipped step {self.skipped_step}"
         return f"seed {self.seed}, {self.model}: {' '.join(map(str, parts))}, {more}, {rest}"
 
 
-def draw(seed: int, folder: Path, is_half: bool | None = None) -> Case:
+def draw(seed: int, folder: Path) -> Case:
     """The case of a seed.
 
     Args:
         folder: for the files that flags name, written here: ranks only read them.
-        is_half: whether it is trained in bf16; drawn too if left out.
     """
     for elements in BUCKETS_ELEMENTS:
         content = {"zero_optimization": {"reduce_bucket_size": elements}}
         _bucket_file(folder, elements).write_text(json.dumps(content))
     random = Random(seed)
     while True:
-        case = _drawn(random, seed, is_half)
+        case = _drawn(random, seed)
         try:
             case.config(folder, is_alone=False)
             case.config(folder, is_alone=True)
@@ -131,7 +130,7 @@ def _bucket_file(folder: Path, elements: int) -> Path:
     return folder / f"buckets_{elements}.json"
 
 
-def _drawn(random: Random, seed: int, is_half: bool | None) -> Case:
+def _drawn(random: Random, seed: int) -> Case:
     is_skipped = random.random() < 0.15
     recipe = dataclasses.replace(
         Recipe(),
@@ -157,8 +156,7 @@ def _drawn(random: Random, seed: int, is_half: bool | None) -> Case:
     perhaps(0.3, "--freeze", *random.choice(FROZEN))
     perhaps(0.5, "--optimizer", random.choice(OPTIMIZERS))
     perhaps(0.2, "--ema-decay", "0.9")
-    if is_half if is_half is not None else random.random() < 0.15:
-        words.append("--bf16")
+    perhaps(0.15, "--bf16")
     layout = [word for axis in AXES_OF_LAYOUTS for word in random.choice(list(AXES[axis].values())).split()]
     for flag in ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"):
         if random.random() < 0.15:
@@ -181,7 +179,7 @@ def _drawn(random: Random, seed: int, is_half: bool | None) -> Case:
 
 
 def _for_layers(flags: list[str], layers: int) -> list[str]:
-    """Flags whose lists have an entry for each of so many blocks: the last one is repeated."""
+    """The flags with lists that have an entry for each block extended: the last entry is repeated."""
     longer: list[str] = []
     length = 0  # of the list that a flag begins
     for word in [*flags, "--"]:

@@ -1,4 +1,4 @@
-"""Training a combination on this rank, and comparing what came of it with what one process came to."""
+"""Trains a combination on this rank, and compares the result with that of one process."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _outcome(case: Case, folder: Path, is_alone: bool) -> Outcome:
 
 
 def _poisoned(batches: list[Batch], mesh: ParallelMesh) -> list[Batch]:
-    """The micro-batches of a rank, with no number in the last sample of the global batch."""
+    """The micro-batches of a rank, with a NaN in the last sample of the global batch."""
     if mesh.batch.rank < mesh.batch.size - 1:
         return batches
     mask = batches[-1].loss_mask.copy()

@@ -81,7 +81,7 @@ def test_the_estimate_covers_what_the_objects_take(piece: bytes, monkeypatch: py
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         taken, count = peak, count + count // 2 + 1
-    assert "would take about" in refused and "8388608 are allowed" in refused
+    assert "would take about" in refused and "bytes of memory; 8388608 are allowed" in refused
     assert 2**23 / 6 < taken < 1.1 * 2**23
     assert peak < 3 * len(text) + 2**22
 

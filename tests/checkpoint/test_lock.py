@@ -251,11 +251,14 @@ def test_a_directory_that_is_deleted_during_a_run_is_made_again(
     assert not (folder / LOCK_NAME).exists()
 
 
-def test_a_symlink_at_the_path_is_not_followed(tmp_path: Path) -> None:
+def test_a_symlink_at_the_path_and_a_file_in_place_of_the_directory_are_refused(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="ELOOP"):
         lock(tmp_path).acquire()
     assert not (tmp_path / "elsewhere").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"cannot lock .*file/.run.lock: .*The directory must be writable for this"):
+        lock(tmp_path / "file").acquire()
 
 
 def test_the_heartbeat_counter_increases(tmp_path: Path) -> None:

@@ -90,3 +90,18 @@ def test_what_has_the_name_already_is_left_alone(tmp_path: Path, capsys: pytest.
     link_checkpoint(save_state(tmp_path, 3), "mine", Storage())
     assert (tmp_path / "mine").read_text() == "notes"
     assert "mine exists and is not a link, so it cannot link to iter_0000003" in capsys.readouterr().err
+
+
+def test_a_link_or_a_cleanup_that_fails_is_only_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Stubborn(Storage):
+        def make_link(self, path: Path, target: str) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        def remove_tree(self, path: Path) -> None:
+            raise PermissionError(13, "Permission denied")
+
+    link_checkpoint(tmp_path / "iter_0000003", "good", Stubborn())
+    assert "iter_0000003 is saved, but the link good could not be created: " in capsys.readouterr().err
+    (tmp_path / ".tmp-iter_0000003-0af").mkdir()
+    sweep(tmp_path, Stubborn())
+    assert "could not clean up" in capsys.readouterr().err

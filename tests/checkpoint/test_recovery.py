@@ -60,11 +60,20 @@ def test_without_a_check_checkpoints_of_another_run_than_the_folders_are_skipped
 
 @pytest.mark.parametrize(
     "name",
-    ["global_step100", "latest", "layer_01-model_00-model_states.pt", "model.safetensors", ".metadata", "release"],
+    [
+        *("global_step100", "latest", "layer_01-model_00-model_states.pt", "model.safetensors", ".metadata", "release"),
+        *("mp_rank_00", "zero_pp_rank_0_mp_rank_00_optim_states", "step-1200", "pytorch_model.bin"),
+    ],
 )
 def test_a_foreign_checkpoint_is_not_treated_as_a_new_run(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     with pytest.raises(CheckpointError, match=f"has no checkpoint of this program, but .*{name}"):
+        load_newest(tmp_path, list, MESH)
+
+
+def test_a_megatron_folder_of_the_same_name_is_not_mistaken(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000100" / "mp_rank_00").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"none of the 1 (.|\n)*iter_0000100 has no manifest.json"):
         load_newest(tmp_path, list, MESH)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -115,6 +116,22 @@ def test_condas_base_environment_is_left_alone(tmp_path: Path) -> None:
     assert base.pip_calls == [] and own.pip_calls != []
     prepare(CONDA_PREFIX=str(named.folder), CONDA_DEFAULT_ENV="work", VENV_DIR=str(own.folder))
     assert named.pip_calls != []
+
+
+def test_torch_index_url_is_for_torch_only(tmp_path: Path) -> None:
+    active = FakeEnvironment.make(tmp_path / "active")
+    prepare(VIRTUAL_ENV=str(active.folder), TORCH_INDEX_URL="https://example.org/cpu")
+    torch, project = active.pip_calls
+    assert "--index-url https://example.org/cpu" in torch
+    assert "example.org" not in project
+
+
+def test_a_missing_package_is_installed_again(tmp_path: Path) -> None:
+    active = FakeEnvironment.make(tmp_path / "active", torch="2.9.1")
+    prepare(VIRTUAL_ENV=str(active.folder))
+    shutil.rmtree(active.packages / "deepspeed-0.19.8.dist-info")
+    prepare(VIRTUAL_ENV=str(active.folder))
+    assert len(active.pip_calls) == 2
 
 
 def test_a_failed_installation_is_reported_and_retried(tmp_path: Path) -> None:

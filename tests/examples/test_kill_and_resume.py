@@ -16,8 +16,6 @@ from megatron import device
 from megatron.errors import ConfigError, MegatronError
 from tests.helpers.programs import forking_python
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.mark.slow
 def test_a_small_demonstration(

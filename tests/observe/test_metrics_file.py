@@ -96,6 +96,13 @@ def test_a_whole_last_line_without_its_end_is_kept(tmp_path: Path) -> None:
     assert list(read_steps(path)) == [1, 2, 3]
 
 
+def test_the_later_record_of_a_repeated_step_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, 1.0, 2.0, 3.0)
+    write(path, 20.0, 30.0, first=2)
+    assert [record["lm_loss"] for record in read_steps(tmp_path).values()] == [1.0, 20.0, 30.0]
+
+
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1.0)

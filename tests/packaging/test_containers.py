@@ -142,6 +142,13 @@ def test_what_the_apptainer_recipe_runs(recorded: Recorded) -> None:
     assert recorded.run(recipe["environment"] + "\npython $OMP_NUM_THREADS") == [["python", "1"]]
 
 
+@pytest.mark.parametrize("words", [["torch", "tpu"], ["torch"], ["kernels", "cpu"], []])
+def test_wrong_arguments_of_the_installer_end_with_its_usage(recorded: Recorded, words: list[str]) -> None:
+    command = ["bash", str(ROOT / "containers" / "install.sh"), *words]
+    finished = subprocess.run(command, env={"PATH": f"{recorded.shims}:/usr/bin:/bin"}, capture_output=True, text=True)
+    assert finished.returncode == 64 and "install.sh torch DEVICE" in finished.stderr and not recorded.log.exists()
+
+
 def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
     """The service and the job."""
     service, job = yaml.safe_load_all(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-SMALL = ["--kv-channels", "8", "--num-attention-heads", "4"]
 ROPE = ["--position-embedding-type", "rope"]
 RMS = ["--normalization", "RMSNorm"]
 

@@ -226,7 +226,7 @@ def _check_sentence(failure: StorageError, out: Path, number: int) -> set[str]:
     text = str(failure)
     assert str(out) in text and os.strerror(number) in text and failure.exit_code == 74
     if number != errno.EIO:
-        assert "free" in text and "Free some space" in text
+        assert "bytes are free" in text and "Free some space" in text
     return {"need"} if "needs at least" in text else set()
 
 

@@ -97,7 +97,8 @@ def test_training_goes_on_whenever_the_disk_fills_up(tmp_path: Path, corpus: Tin
         assert [found.step for found in find(folder / "checkpoints")] == [STEPS]
         last_lines = run.said.splitlines()[-4:]
         assert "project toys: records of steps 4 to 6 are missing (Broken pipe)." in "".join(last_lines)
-        assert any("missing" in line and "(No space left on device)" in line for line in last_lines), run.said
+        if run.operations > place:  # a run may have an operation or two less than the first of its process
+            assert any(" are missing" in line and "(No space left on device)" in line for line in last_lines), run.said
         missing = sorted(set(range(1, STEPS + 1)) - set(read_steps(folder / "recorded" / "run")))
         if missing:
             # The record that did not fit may be the evaluation after the step before, or the start's.

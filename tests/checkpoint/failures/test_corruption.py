@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from megatron.checkpoint.storage import Storage
 from megatron.errors import CheckpointError
 from megatron.parallel.mesh import ParallelMesh
 from tests.checkpoint.made.fake_pieces import SHAPES, cut_for_ranks, make_state, whole_sink
-from tests.checkpoint.made.versions import FORMS, rewrite
+from tests.checkpoint.made.versions import FORMS, rewrite, sealed
 
 MESH = ParallelMesh.single()
 FILE = "pieces_00000.safetensors"
@@ -46,11 +45,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     values = json.loads(path.read_text())
     del values["digest"]
     change(values)
-    seal(path, json.dumps(values)[:-1] + ",\n")
-
-
-def seal(path: Path, text: str) -> None:
-    path.write_text(text + f'"digest": "{hashlib.sha256(text.encode()).hexdigest()}"\n}}\n')
+    path.write_bytes(sealed(json.dumps(values)[:-1].encode() + b",\n"))
 
 
 def put(*places: Any) -> Callable[[dict[str, Any]], object]:
@@ -66,43 +61,75 @@ def put(*places: Any) -> Callable[[dict[str, Any]], object]:
     return change
 
 
-# Each bound and rule once; the campaign "manifests" draws thousands of combinations.
-CASES: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
-    (
-        "version 2",
-        put("format_version", 3),
-        "has format_version 3; this program reads 2. Read it with",
-    ),
-    ("version 2", put("step", 7), "is for step 7, but its folder is for step 2"),
-    ("version 2", put("chunk_bytes", 2**40), "chunk_bytes is 1099511627776"),
-    ("version 2", put("files", 0, 0, "../../etc/passwd"), "file name '../../etc/passwd' is not of the form"),
-    ("version 2", put("files", 0, 1, 2**61), "does not match its number of chunk digests"),
-    ("version 2", put("files", 0, 3, 0, 5), "5 is not a SHA-256 digest"),
-    ("version 2", lambda values: values["tensors"].append(values["tensors"][0]), "a tensor appears twice"),
-    ("version 2", put("tensors", 0, 0, "a\x1b]0;b\x07"), r"'a\\x1b\]0;b\\x07' is not a string of up to 500 printable"),
-    ("version 2", put("tensors", 0, 1, [2**40, 2**40]), "shape of .* is too large"),
-    ("version 2", put("pieces", 0, 0, 99), "index 99 is out of range"),
-    ("version 2", put("pieces", 0, 4, [100, 100]), r"box \[.*\] is not within shape"),
-    ("version 2", put("pieces", 0, 6, 10**6), "range .* is not within a box"),
-    ("version 2", put("record", {"a": [0] * 2**20}), "is not a manifest: it has more than 1048576 values"),
-    ("version 2", lambda values: values["pieces"].pop(), "is incomplete: tensor .* are missing|has no pieces"),
-    (
-        "version 2",
-        lambda values: values["pieces"].append(values["pieces"][-1]),
-        "incomplete: tensor .* are in two pieces",
-    ),
-    ("version 2", lambda values: values["pieces"][0].extend([1, 10**9]), r"has parts of 1000000000 in steps of 1"),
-    ("version 2", put("indexes", [["index_00000.json", 5, "0" * 64, 1]]), "it has both files and index files"),
-    (
-        "indexed",
-        put("indexes", 0, 0, "../index_00000.json"),
-        "index file name '../index_00000.json' is not of",
-    ),
-    ("indexed", put("indexes", 0, 1, 2**50), r"has 1125899906842624 bytes; a manifest for files of these sizes has at"),
-    ("indexed", put("indexes", 0, 2, "0" * 64), "it does not match the digest in the manifest"),
-    ("indexed", put("indexes", 0, 3, 2**61), r"it has \d+ files; 1048576 are allowed"),
-    ("indexed", put("run", "other"), "it is not an index file of this checkpoint"),
+SPARE = ("0" * 64, ["0" * 64])
+
+
+def shrink(values: dict[str, Any], size_bytes: int) -> None:
+    """The only file is said to be smaller."""
+    values["files"][0][1] = size_bytes
+    values["files"][0][3] = ["0" * 64] * -(-size_bytes // values["chunk_bytes"])
+
+
+# Each bound and rule of a table once; the campaign "manifests" draws thousands of combinations.
+VERSION_2: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (put("format", "pickle"), "has format 'pickle'"),
+    (put("format_version", 3), "has format_version 3; this program reads 2. Read it with"),
+    (put("format_version", True), "has format_version True; this program reads 2"),
+    (put("step", 7), "is for step 7, but its folder is for step 2"),
+    (put("step", True), "step is True, not an integer in range"),
+    (put("step", -1), "step is -1, not an integer in range"),
+    (put("step", 2**70), f"step is {2**70}, not an integer in range"),
+    (put("run", 5), "run is 5, not a name"),
+    (put("record", [1]), "record is not an object"),
+    (put("record", {"a": [0] * 2**20}), "is not a manifest: it has more than 1048576 values"),
+    (put("chunk_bytes", 0), "chunk_bytes is 0"),
+    (put("chunk_bytes", 2**40), "chunk_bytes is 1099511627776"),
+    (put("files", 0, [1]), "files is not a list of rows of 4"),
+    (put("files", 0, 0, "../../etc/passwd"), "file name '../../etc/passwd' is not of the form"),
+    (put("files", 0, 0, "/etc/passwd"), "file name '/etc/passwd' is not of the form"),
+    (put("files", 0, 0, f"{FILE}\n"), r"file name '.*\\n' is not of the form"),
+    (put("files", 0, 1, 2**61), "does not match its number of chunk digests"),
+    (put("files", 0, 2, "abc"), f"'abc' is not a SHA-256 digest of {FILE}"),
+    (put("files", 0, 3, 0, 5), f"5 is not a SHA-256 digest of {FILE}"),
+    (lambda values: values["files"].append(values["files"][0]), "a file appears twice"),
+    (lambda values: values["files"].append(["pieces_00001.safetensors", 64, *SPARE]), "pieces_00001.* has no pieces"),
+    (lambda values: shrink(values, 8), f"{FILE} has 8 bytes, less than its pieces and header take"),
+    (lambda values: values["tensors"].append(values["tensors"][0]), "a tensor appears twice"),
+    (lambda values: values["tensors"].append(["more", [1]]), "tensor more has no pieces"),
+    (put("tensors", 0, 0, 5), "tensor name 5 is not a string of up to 500 printable"),
+    (put("tensors", 0, 0, "x" * 501), "is not a string of up to 500 printable"),
+    (put("tensors", 0, 0, "a\x1b]0;b\x07"), r"'a\\x1b\]0;b\\x07' is not a string of up to 500 printable"),
+    (put("tensors", 0, 1, "x"), "shape of .* is not a list of numbers"),
+    (put("tensors", 0, 1, [2**40, 2**40]), "shape of .* is too large"),
+    (put("kinds", ["x"] * 4), "unknown kind or element type"),
+    (put("types", ["x"] * 9), "unknown kind or element type 'x'"),
+    (put("pieces", 0, 0, 99), "index 99 is out of range"),
+    (put("pieces", 0, 1, 1.5), "an index is 1.5, not an integer in range"),
+    (put("pieces", 0, 4, [100, 100]), r"box \[.*\] is not within shape"),
+    (put("pieces", 0, 6, 10**6), "range .* is not within a box"),
+    (put("pieces", 0, 7, 1), "index 1 is out of range"),
+    (lambda values: values.update(pieces=[], files=[], tensors=[]), "it lists no pieces"),
+    (lambda values: values["pieces"].pop(), "is incomplete: tensor .* are missing|has no pieces"),
+    (lambda values: values["pieces"].append(values["pieces"][-1]), "is incomplete: tensor .* are in two pieces"),
+    (lambda values: values["pieces"][0].extend([0, 1]), r"has parts of 1 in steps of 0"),
+    (lambda values: values["pieces"][0].extend([1, 10**9]), r"has parts of 1000000000 in steps of 1"),
+    (lambda values: values["pieces"][0].extend([2**61, 1]), r"index \d+ is out of range"),
+    (lambda values: values["pieces"][0].extend([1]), "pieces is not a list of rows of 8 or 10"),
+    (put("indexes", [["index_00000.json", 5, "0" * 64, 1]]), "it has both files and index files"),
 ]
+INDEXED: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (put("indexes", 0, 0, "../index_00000.json"), "index file name '../index_00000.json' is not of"),
+    (put("indexes", 0, 1, -1), "size of index_00000.json is -1, not an integer in range"),
+    (put("indexes", 0, 1, 2**50), r"has 1125899906842624 bytes; a manifest for files of these sizes has at"),
+    (put("indexes", 0, 2, "0" * 64), "it does not match the digest in the manifest"),
+    (put("indexes", 0, 2, 5), "5 is not a SHA-256 digest of index_00000.json"),
+    (put("indexes", 0, 3, 0), "index_00000.json has no files"),
+    (put("indexes", 0, 3, 2), "it has 1 files and should have 2"),
+    (put("indexes", 0, 3, 2**61), r"it has \d+ files; 1048576 are allowed"),
+    (lambda values: values["indexes"].append(values["indexes"][0]), "an index file appears twice"),
+    (put("run", "other"), "it is not an index file of this checkpoint"),
+]
+CASES = [*(("version 2", *case) for case in VERSION_2), *(("indexed", *case) for case in INDEXED)]
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +156,15 @@ def test_each_form_loads(saved: dict[str, Path], form: str) -> None:
     assert verify(saved[form]).step == 2
 
 
-def test_non_object_json_and_a_huge_manifest_are_rejected(tmp_path: Path) -> None:
+def test_a_huge_a_changed_and_an_empty_manifest_are_rejected(tmp_path: Path) -> None:
     path = save_step(tmp_path, 2)
+    text = (path / "manifest.json").read_text()
     with (path / "manifest.json").open("r+b") as file:
         file.truncate(2**40)
     with pytest.raises(DamagedError, match=r"has 1099511627776 bytes; a manifest for files of these sizes has at most"):
+        read_record(path)
+    (path / "manifest.json").write_text(text.replace('"step": 2', '"step": 3', 1))
+    with pytest.raises(DamagedError, match="its content does not match digest"):
         read_record(path)
     (path / "manifest.json").write_text("")
     with pytest.raises(DamagedError, match="does not end with its digest"):

@@ -1,7 +1,8 @@
-"""Checkpoints with index files, for tests that need them small."""
+"""Manifests in other forms: with index files though they are small, and with a digest of any text."""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,15 @@ from megatron.checkpoint.manifests import writing
 from megatron.checkpoint.storage import DISK, Storage
 
 FORMS = ("version 2", "indexed")
+
+
+def sealed(body: bytes) -> bytes:
+    """A manifest whose digest matches.
+
+    Args:
+        body: the text before the digest, which ends with a comma and a line end.
+    """
+    return body + b'"digest": "' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n'
 
 
 def rewrite(folder: Path, form: str, storage: Storage = DISK) -> None:

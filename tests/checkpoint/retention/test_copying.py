@@ -41,6 +41,13 @@ def test_a_copy_has_the_same_bytes_and_is_made_once(tmp_path: Path) -> None:
     assert copy(named, tmp_path / "other") == tmp_path / "other" / "iter_0000003"
 
 
+def test_an_older_copy_is_not_called_the_newest(tmp_path: Path) -> None:
+    for step in (4, 3):
+        copy(save_step(tmp_path / "source", step), tmp_path / "copies")
+    assert steps(tmp_path / "copies") == [3, 4]
+    assert (tmp_path / "copies" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
 @pytest.mark.parametrize("damage", ["flip", "short", "missing", "manifest"])
 def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None:
     source = save_step(tmp_path / "source", 3)
@@ -64,6 +71,19 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, damage: str) -> None
         copy(source, tmp_path / "copies")
     assert steps(tmp_path / "copies") == [2] and loaded_seed(tmp_path / "copies") == 2
     assert not hidden(tmp_path / "copies")
+
+
+def test_a_manifest_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
+    source = save_step(tmp_path / "source", 3)
+    other = save_step(tmp_path / "other", 3, seed=9)
+
+    class Changing(Storage):
+        def sync(self, handle: int) -> None:
+            shutil.copy(other / "manifest.json", source / "manifest.json")
+
+    with pytest.raises(DamagedError, match=r"manifest.json changed while it was being copied. Copy it again"):
+        copy(source, tmp_path / "copies", storage=Changing())
+    assert list((tmp_path / "copies").iterdir()) == []
 
 
 def test_another_checkpoint_of_the_step_is_replaced_only_if_asked(tmp_path: Path) -> None:

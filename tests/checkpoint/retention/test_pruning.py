@@ -142,6 +142,21 @@ def test_only_certain_checkpoints_of_this_run_are_deleted(tmp_path: Path, capsys
     assert "iter_0000012" not in told
 
 
+def test_damaged_checkpoints_do_not_let_good_ones_go(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    (tmp_path / "iter_0000003" / "pieces_00000.safetensors").write_bytes(b"")
+    assert Pruner(RetentionRules(2), Storage()).apply(save_step(tmp_path, 4)) == [tmp_path / "iter_0000001"]
+    assert steps(tmp_path) == [2, 3, 4]
+
+
+def test_a_checkpoint_that_names_a_run_is_not_deleted_for_one_that_names_none(tmp_path: Path) -> None:
+    save_step(tmp_path, 1)
+    save_step(tmp_path, 2, run_id="")
+    newest = save_step(tmp_path, 3, run_id="")
+    assert Pruner(RetentionRules(1), Storage()).apply(newest) == [tmp_path / "iter_0000002"]
+
+
 def test_steps_that_a_resumed_run_passed_over_do_not_count(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         save_step(tmp_path, step)
@@ -172,7 +187,7 @@ def test_a_failure_is_a_warning_and_the_next_save_tries_again(
     storage.refuses = False
     assert len(retention.apply(save_step(tmp_path, 3))) == 2
     assert retention.apply(tmp_path / "iter_0000009") == []
-    assert "is deleted now: " in capsys.readouterr().err
+    assert f"no checkpoint in {tmp_path} is deleted now: " in capsys.readouterr().err
 
 
 def test_the_work_of_deleting_does_not_grow_with_the_square_of_the_checkpoints(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ from megatron.config import parse
 from megatron.errors import ConfigError
 from tests.config.command_lines import words
 
-MASKED = "--objective masked --bidirectional"
-
 
 def test_the_program_gives_the_objective_and_prefers_the_heads_of_bert() -> None:
     def read(flags: str) -> tuple[object, ...]:

@@ -51,11 +51,6 @@ class FaultyDisk:
         """How many there were."""
         return int(self._count.value)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether one was refused."""
-        return self._fail_at is not None and self.operations > self._fail_at
-
     def step(self, name: str, place: Any) -> None:
         """Counts an operation on a path or a descriptor."""
         path = _path_of(place)

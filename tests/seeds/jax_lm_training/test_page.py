@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.full, pytest.mark.xdist_group("jax-lm-training")]
 FIGURES = r"epoch: (\d+) step: (\d+)/(\d+) loss: (\d+\.\d{4}) ppl: (\d+\.\d\d)"
 TRAIN_LINE = re.compile(rf"\[TRAIN\] {FIGURES} ETA \d+:\d\d:\d\d")
 EVAL_LINE = re.compile(rf"\[EVAL\] {FIGURES}")
-BATCH, STEPS, EPOCH_STEPS, INTERRUPTED_AT = 4, 24, 12, 7
+STEPS, EPOCH_STEPS, INTERRUPTED_AT = 24, 12, 7
 
 
 def test_004_2_train_lm(jax_lm: PageRun) -> None:

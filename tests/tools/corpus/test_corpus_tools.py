@@ -49,7 +49,7 @@ def test_the_demo_corpus_rejects_an_unwritable_path_and_a_small_size(tmp_path: P
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "file" / "demo.jsonl"))
     assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path))
-    assert done.returncode == 64 and f"--output {tmp_path} is a folder" in done.stderr
+    assert done.returncode == 64 and f"--output {tmp_path} is a folder. Give the path" in done.stderr
     done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
 

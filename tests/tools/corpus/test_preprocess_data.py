@@ -103,6 +103,9 @@ def test_a_partitioned_run_continues_where_it_stopped(tmp_path: Path, choice: To
     done = run([*words, "--on-bad-line", "skip"], tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     assert b"3 of 4 parts were finished by an earlier run (.out_text_document.parts) and are skipped" in done.stderr
+    assert re.search(
+        rb"Wrote out_text_document .*: 300 documents, \d+ tokens; skipped \d+ empty .* and 1 bad lines\.", done.stderr
+    )
     done = run(command(choice, "--input", "in.jsonl", "--output-prefix", "one", "--on-bad-line", "skip"), tmp_path)
     assert done.returncode == 0, done.stderr.decode()
     for suffix in ("bin", "idx"):

@@ -289,6 +289,13 @@ def test_the_checkpoint_of_another_run_is_skipped_unless_it_is_named(
             started(folder, **flags)
 
 
+def test_nothing_but_the_checkpoints_of_another_run_is_an_error(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "a", 8, run_id=TWO)
+    write_identity(folder, RunIdentity(ONE))
+    with pytest.raises(CheckpointError, match=rf"none of the 1 checkpoints(.|\n)*belongs to run {TWO}, but .* {ONE}"):
+        started(folder, load=str(folder))
+
+
 def test_the_tensors_of_another_run_are_not_loaded_instead_of_damaged_ones(engine: FakeEngine, tmp_path: Path) -> None:
     folder = saved(tmp_path / "a", 4, run_id=TWO)
     write_identity(folder, RunIdentity(ONE))

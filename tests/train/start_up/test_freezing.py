@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def test_it_continues_bit_by_bit_with_the_same_patterns(
 
 def test_more_may_be_frozen_at_a_resume(corpus: TinyCorpus, base: Path, tmp_path: Path) -> None:
     log = continued(corpus, base, tmp_path, *MORE, world_size=2, tensor_model_parallel_size=2)
-    assert "in the checkpoint to embedding.* decoder.layers.0.* decoder.layers.1.mlp.*." in log
+    then, now = (" ".join(flags[1:]) for flags in (BOTTOM, MORE))
+    assert f"--freeze changed from {then} in the checkpoint to {now}." in log
     half, after = tensors(base / "tuned", 4), tensors(tmp_path / "tuned", 8)
     stayed = {name for name in after if torch.equal(half[name], after[name])}
     assert stayed == {name for name in after if is_bottom(name) or ".mlp." in name}
@@ -133,5 +135,8 @@ def test_what_is_trained_again_keeps_what_iterates_counted_before(capfd: Any) ->
 
 def test_patterns_are_checked_against_the_names_of_the_network_alone() -> None:
     check_patterns(FinetuningConfig(freeze=("embedding.*",)), tiny_config())
-    with pytest.raises(ConfigError, match="--freeze 'decoder.layer.0' matches none of the"):
-        check_patterns(FinetuningConfig(freeze=("decoder.layer.0",)), tiny_config())
+    heads = FinetuningConfig(freeze=("output_layer.lm_head.*",))
+    check_patterns(heads, tiny_config(bidirectional=True, masked_lm_head=True))
+    for wrong, name in ((FinetuningConfig(freeze=("decoder.layer.0",)), "decoder.layer.0"), (heads, heads.freeze[0])):
+        with pytest.raises(ConfigError, match=re.escape(f"--freeze '{name}' matches none of the")):
+            check_patterns(wrong, tiny_config())

@@ -55,7 +55,7 @@ def test_values_that_are_not_finite_leave_gaps_in_the_band_and_none_in_the_line(
     values[10:40] = np.nan
     values[50] = np.inf
     curve = decimated(x, values, values, 10)
-    assert np.isnan(curve.low[1:4]).tolist() == [True, True, True] or np.isnan(curve.low).sum() >= 2
+    assert np.isnan(curve.low).nonzero()[0].tolist() == [1, 2, 3]
     assert np.isfinite(curve.line).all() and curve.line[2] == 9.0 and np.nanmax(curve.high) == 99.0
 
 

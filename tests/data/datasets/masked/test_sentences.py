@@ -58,6 +58,12 @@ def test_segments_follow_each_other_and_spans_name_sentences(sentences, vocabula
         both.read(len(both))
 
 
+def test_a_plan_of_other_data_is_refused(sentences, vocabulary, tmp_path):
+    file = opened(sentences, vocabulary, tmp_path)
+    with pytest.raises(DataError, match=r"planned with 5 samples of .*corpus_text_sentence.* yield \d+ with"):
+        SentenceDataset(file, 0, 40, [Segment(5, SEED, 5)])
+
+
 def test_a_token_of_another_vocabulary_is_located(vocabulary, tmp_path):
     indexed = write_sentences(tmp_path / "other", documents=3, seed=9)
     (tmp_path / "other.bin").write_bytes(np.full(indexed.tokens, 500, np.uint16).tobytes())

@@ -22,6 +22,7 @@ BAD = [
     (b'["text"]', 0, "the line holds a JSON array, not an object"),
     (b'{"text": "a\\ud800b"}', 0, "lone surrogate U+D800"),
     (b'{"text": ' + b"[" * 100_000 + b"}", 0, "nested too deeply"),
+    (b'{"text": "a"}{"text": "b"}', 13, "not JSON: Extra data"),
     (b'{"text": "a\x00b"}', 11, "not JSON: Invalid control character"),
 ]
 
