@@ -95,8 +95,7 @@ class LanguageModelObjective:
 
     @property
     def metrics(self) -> Mapping[str, MetricSpec]:
-        """Per token, the losses of sources and the z-loss; the mean over samples of mean losses; all if requested.
-        """
+        """Per token, the losses of sources and the z-loss; the mean over samples of mean losses; all if requested."""
         specs = {SOURCE_LOSSES: MetricSpec(self.sources, Reduction.WEIGHTED_MEAN)} if self.sources else {}
         if self.z_loss_coeff:
             specs[Z_LOSS] = MetricSpec()
