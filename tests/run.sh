@@ -9,16 +9,7 @@ set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source examples/environment.sh
-case "${1:-}" in
-    --all | --changed) prepare_environment test-all ;;
-    *) prepare_environment test ;;
-esac
-if [ -z "${CI:-}" ]; then  # what shrank stays small
-    "$PYTHON" -m tests.helpers.architecture.budget
-    "$PYTHON" -m tests.helpers.architecture.wording >/dev/null
-fi
-workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
-
+extra=test-all
 case "${1:-}" in
     --all) shift ;;
     --changed)
@@ -27,8 +18,17 @@ case "${1:-}" in
         case "${1:--}" in -*) ;; *) reference="$1" && shift ;; esac
         set -- --changed "$reference" "$@"
         ;;
-    *) set -- --core "$@" ;;
+    *)
+        extra=test
+        set -- --core "$@"
+        ;;
 esac
+prepare_environment "$extra"
+if [ -z "${CI:-}" ]; then  # what shrank stays small
+    "$PYTHON" -m tests.helpers.architecture.budget
+    "$PYTHON" -m tests.helpers.architecture.wording >/dev/null
+fi
+workers="$("$PYTHON" -c 'import os; print(min(8, os.cpu_count() or 1))')"
 
 # A failed test is tried again alone, in case the machine stood still. One that then passes is reported and does not fail
 # the run, but it is a defect of the test or of what it tests.
@@ -37,7 +37,7 @@ failures=.pytest_cache/v/cache/lastfailed
 rm -f "$failures"
 status=0
 "$PYTHON" -m pytest --numprocesses "$workers" --dist loadgroup "$@" || status=$?
-[ "$status" -ne 5 ] || [ "$1" != --changed ] || exit 0  # the change affects no test
+[ "$status" -ne 5 ] || [ "${1:-}" != --changed ] || exit 0  # the change affects no test
 if [ "$status" -ne 1 ] || [ ! -s "$failures" ] || [ "$(grep -c ': true' "$failures")" -gt "$MOST_SECOND_TRIES" ]; then
     exit "$status"
 fi

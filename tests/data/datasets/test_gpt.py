@@ -25,7 +25,7 @@ def test_every_token_can_be_located(corpus):
     for sample in range(9):
         for position, token in enumerate(datasets.train[sample]):
             assert f"(byte offset {4 * int(token)})" in datasets.train.locate(sample, position)
-    with pytest.raises(IndexError, match="beyond the 9 tokens of a sample"):
+    with pytest.raises(IndexError, match="Position 9 is beyond the tokens of sample 0"):
         datasets.train.locate(0, 9)
 
 
