@@ -52,8 +52,6 @@ def graph_refusal(config: RunConfig, device_type: str, *, by_hooks: bool) -> str
         "DeepSpeed's pipeline engine runs the stages": parallel.pipeline_model_parallel_size > 1
         and parallel.pipeline_engine == "deepspeed",
         "ZeRO stage 3 fetches the weights of a layer by hooks": stage == 3,
-        "gradients are averaged bucket by bucket within the backward pass (a reduce_bucket_size in --deepspeed_config "
-        "of at least the parameters of a rank avoids it)": by_hooks and stage == 2,
         "each gradient is added within the backward pass (bf16.immediate_grad_update of --deepspeed_config)": by_hooks,
         "the host reads the number of tokens of each expert": model.num_experts > 1 and not model.drops_tokens,
         "ring attention exchanges keys and values between its parts": parallel.ring_size > 1,

@@ -25,10 +25,11 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_optimizer_check,
     skip_shared_memory_build,
 )
-from megatron.engine.ds_config import without_ratio
+from megatron.engine.ds_config import buckets_of, without_ratio
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan
+from megatron.engine.parameter_groups import NO_CHUNKS, parameter_groups
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import keep_compiler_unloaded
@@ -67,8 +68,9 @@ def initialize(
     module: nn.Module,
     freezing: FreezeSpec,
     tied: Sequence[nn.Parameter] = (),
+    chunks: Mapping[int, int] = NO_CHUNKS,
 ) -> Any:
-    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied`."""
+    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied` and `chunks`."""
     ratio = offloaded_ratio(settings["zero_optimization"])
     settings = without_ratio(settings)
     stage = settings["zero_optimization"]["stage"]
@@ -77,7 +79,10 @@ def initialize(
     _warn_of_narrow_accumulation(settings, mesh)
     if notice := averaging_notice(settings, mesh.gradient.size):
         log.info(notice)
-    optimizer = build_optimizer(plan, module, mesh, freezing, tied, is_offloaded=_is_offloaded(settings))
+    elements = buckets_of(settings, mesh.gradient.size).elements if stage in (1, 2) else None
+    optimizer = build_optimizer(
+        plan, module, mesh, freezing, tied, chunks, bucket_elements=elements, is_offloaded=_is_offloaded(settings)
+    )
     has_experts = any(group.get("moe") for group in optimizer.param_groups)
     with_experts = optimizers_for_experts(has_experts and stage > 0)
     # DeepSpeed flattens parameters and keeps views of them. With autograd enabled, the views would keep gradient
@@ -132,17 +137,18 @@ def build_optimizer(
     mesh: ParallelMesh,
     freezing: FreezeSpec = NOTHING_FROZEN,
     tied: Sequence[nn.Parameter] = (),
+    chunks: Mapping[int, int] = NO_CHUNKS,
     *,
+    bucket_elements: int | None = None,
     is_offloaded: bool = False,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer with its parameter groups.
 
     Trained parameters are grouped by weight decay (matrices only), `lr_multiplier` (the factor of the group's learning
     rate), the update at which their training began, the optimizer's own `group_entries`, and whether they are experts'.
-    A tied weight is a separate group, so that both stages partition it alike over their data-parallel ranks.
 
     Args:
-        tied: the weights that another stage also holds.
+        tied, chunks, bucket_elements: see `parameter_groups`.
         is_offloaded: the optimizer updates in host memory, which GPU-only implementations do not support.
 
     Raises:
@@ -151,25 +157,18 @@ def build_optimizer(
     if is_offloaded and plan.offload_refusal is not None:
         raise ConfigError(plan.offload_refusal)
     decays = (plan.optim.weight_decay, 0.0)
-    by_kind: dict[tuple[bool, float, int, Any, bool, int], list[nn.Parameter]] = {}
-    tied_numbers = {id(parameter): number for number, parameter in enumerate(tied, start=1)}
-    for parameter in module.parameters():
-        if not is_frozen(parameter):
-            spec = shard_spec_of(parameter)
-            name = getattr(parameter, "global_name", "")
-            key = (
-                not spec.is_matrix,
-                spec.lr_multiplier,
-                freezing.began_at.get(name, 0),
-                tuple(sorted(plan.group_entries(parameter).items())),
-                is_expert(parameter),
-                tied_numbers.get(id(parameter), 0),
-            )
-            by_kind.setdefault(key, []).append(parameter)
+
+    def kind_of(parameter: nn.Parameter) -> tuple[bool, float, int, Any, bool]:
+        spec, entries = shard_spec_of(parameter), tuple(sorted(plan.group_entries(parameter).items()))
+        thawed_at = freezing.began_at.get(getattr(parameter, "global_name", ""), 0)
+        return not spec.is_matrix, spec.lr_multiplier, thawed_at, entries, is_expert(parameter)
+
+    trained = [parameter for parameter in module.parameters() if not is_frozen(parameter)]
     groups: list[dict[str, Any]] = []
-    for key, members in sorted(by_kind.items(), key=lambda item: item[0]):
-        group = {"params": members, "weight_decay": decays[key[0]], "is_decayed": not key[0], "lr_multiplier": key[1]}
-        groups.append({**group, **dict(key[3]), **(EXPERT_GROUP if key[4] else {})})
+    for members in parameter_groups(trained, kind_of, mesh, tied, chunks, bucket_elements):
+        is_vector, multiplier, _, entries, is_of_experts = kind_of(members[0])
+        rates = {"weight_decay": decays[is_vector], "is_decayed": not is_vector, "lr_multiplier": multiplier}
+        groups.append({"params": members, **rates, **dict(entries), **(EXPERT_GROUP if is_of_experts else {})})
     if not groups:  # all layers of this rank are frozen, but an optimizer needs a parameter
         groups = [{"params": [_placeholder(module)], "weight_decay": 0.0, "is_decayed": False, "lr_multiplier": 1.0}]
     implementation = Implementation.TORCH if is_offloaded else mesh.kernels.optimizer

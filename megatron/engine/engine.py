@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
+from megatron.engine.ds_config import buckets_of
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
@@ -84,8 +85,11 @@ class Engine:
         self.tied = tied_weights(network, self.stack, mesh)
         self.passes = pipeline.passes(self.stack, self.chunks, mesh, self.zero_stage)
         self.module: nn.Module = self.passes.module
-        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, [weight for weight, _ in self.tied])
-        self.view = view_of(self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad)
+        tied_here, chunks = [weight for weight, _ in self.tied], self.chunks.numbers(self.stack)
+        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, tied_here, chunks)
+        buckets = buckets_of(settings, mesh.gradient.size)
+        self.view = view_of(self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad, buckets)
+        self.stack.before_layer = self.view.await_weights
         trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
         plan.connect(self.optimizer, trained, self.view.slice_of, mesh)
         self.optimizer.register_step_pre_hook(lambda *_: self._prepare_change())
@@ -135,6 +139,7 @@ class Engine:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's layers, each once, without the optimizer's placeholder."""
+        self.view.await_weights()
         return (parameter for parameter in self.stack.parameters() if hasattr(parameter, "global_name"))
 
     def train_batch(
@@ -192,11 +197,13 @@ class Engine:
             yield
             return
         self._prepare_change()  # a skipped update has not done this
+        self.view.await_weights()
         self.averages.exchange()
         self.view.refresh_weights()
         try:
             yield
         finally:
+            self.view.await_weights()
             self.averages.exchange()
             self.view.refresh_weights()
 

@@ -19,6 +19,8 @@ from megatron.parallel.mesh import Axis
 
 # The stopwatch's name for sends and receives of pipeline stages.
 TRANSFER = "transfer"
+# Its name for all other messages.
+COLLECTIVE = ""
 
 _LOST_PEER_TEXTS = (
     "Connection reset by peer",
@@ -63,19 +65,6 @@ def all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         with axis.timed():
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
     return tensor
-
-
-def reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sums this rank's part of `tensor` over the axis, in place, and returns it; the other parts become undefined.
-
-    Shapes: `[n]` with `n` a multiple of the axis's size `r`; the result, a view, `[n/r]`.
-    """
-    size = len(tensor) // axis.size
-    part = tensor.narrow(0, axis.rank * size, size)
-    if axis.size > 1:
-        with axis.timed():
-            dist.reduce_scatter_tensor(part, tensor, group=axis.group)
-    return part
 
 
 def exchange_parts(parts: Sequence[torch.Tensor], sizes: Sequence[int], axis: Axis) -> list[torch.Tensor]:
@@ -135,14 +124,15 @@ def wait_for(works: Iterable[dist.Work], axis: Axis, kind: str = "") -> None:
 
 
 class PendingMessage:
-    """A tensor in transit between two ranks; its memory must not be written before `wait` has returned.
+    """A tensor in transit; its memory must not be written before `wait` has returned.
 
     Args:
         tensor: the tensor that is sent, or received into.
+        kind: the stopwatch's name for the wait.
     """
 
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, stopwatch_of: Axis) -> None:
-        self._tensor, self._work, self._axis = tensor, work, stopwatch_of
+    def __init__(self, tensor: torch.Tensor, work: dist.Work | None, stopwatch_of: Axis, kind: str = TRANSFER) -> None:
+        self._tensor, self._work, self._axis, self._kind = tensor, work, stopwatch_of, kind
 
     @property
     def is_over(self) -> bool:
@@ -157,9 +147,44 @@ class PendingMessage:
     def wait(self) -> torch.Tensor:
         """Waits for the message (on a GPU, only work queued from now on waits) and returns its tensor."""
         if self._work is not None:
-            wait_for([self._work], self._axis, TRANSFER)
+            wait_for([self._work], self._axis, self._kind)
             self._work = None
         return self._tensor
+
+
+def start_all_reduce_sum(tensor: torch.Tensor, axis: Axis) -> PendingMessage:
+    """Starts `all_reduce_sum`, on an axis without a tree."""
+    work = None
+    if axis.size > 1:
+        work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return PendingMessage(tensor, work, axis, COLLECTIVE)
+
+
+def start_reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> PendingMessage:
+    """Starts to sum this rank's part of `tensor` over the axis, in place; the other parts become undefined.
+
+    Shapes: `[n]` with `n` a multiple of the axis's size `r`; the result, a view, `[n/r]`.
+    """
+    part, work = _part_of(tensor, axis), None
+    if axis.size > 1:
+        work = dist.reduce_scatter_tensor(part, tensor, group=axis.group, async_op=True)
+    return PendingMessage(part, work, axis, COLLECTIVE)
+
+
+def start_all_gather(tensor: torch.Tensor, axis: Axis) -> PendingMessage:
+    """Starts to overwrite the parts of the other ranks in `tensor`, which has this rank's part in its place.
+
+    Shapes: `[n]` with `n` a multiple of the axis's size.
+    """
+    work = None
+    if axis.size > 1:
+        work = dist.all_gather_into_tensor(tensor, _part_of(tensor, axis), group=axis.group, async_op=True)
+    return PendingMessage(tensor, work, axis, COLLECTIVE)
+
+
+def _part_of(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    size = len(tensor) // axis.size
+    return tensor.narrow(0, axis.rank * size, size)
 
 
 def start_send(tensor: torch.Tensor, axis: Axis, destination: int) -> PendingMessage:

@@ -52,6 +52,12 @@ def _settings(config: ResolvedSections, machine: Machine) -> Iterator[str]:
             f'{given} "zero_optimization.offload_optimizer" requires ZeRO stage 1 or higher. Use --zero-stage 1 or '
             "remove it."
         )
+    for flag, key, requested in (
+        ("--ddp-bucket-size", "reduce_bucket_size", parallel.ddp_bucket_size),
+        ("--no-overlap-grad-reduce", "overlap_comm", None if parallel.overlap_grad_reduce else False),
+    ):
+        if requested is not None and zero.get(key, requested) != requested:
+            yield f'{given} "zero_optimization.{key}" {json.dumps(zero[key])} contradicts {flag}. Remove one of them.'
     ratio = offloaded_ratio(zero)
     partial = f'{given} "zero_optimization.offload_optimizer.ratio" {ratio:g}'
     if ratio < 1 and 1 <= stage < 3:

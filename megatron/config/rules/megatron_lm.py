@@ -10,7 +10,7 @@ from megatron.config.sections.optimizers import LION, MUON
 
 # Flags that only Megatron-LM has; most of its commands have one of them.
 ONLY_THERE = (
-    "use_mcore_models", "attention_backend", "ckpt_format", "overlap_grad_reduce", "overlap_param_gather",
+    "use_mcore_models", "attention_backend", "ckpt_format", "overlap_param_gather",
     "cross_entropy_loss_fusion", "log_throughput", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype",
 )  # fmt: skip
 # Megatron-LM's defaults, in the order of their messages; docs/coming_from/megatron_lm.md explains all differences.

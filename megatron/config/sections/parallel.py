@@ -70,6 +70,17 @@ class ParallelRequest(ConfigSection):
         False,
         "if the layout does not fit the number of processes, choose one that does, with the same global batch size",
     )
+    overlap_grad_reduce: bool = flag(
+        True,
+        "with ZeRO 0 to 2, data-parallel ranks exchange gradients during the backward pass, and updated weights during "
+        "the next forward pass",
+    )
+    ddp_bucket_size: int | None = flag(
+        None,
+        "with ZeRO 0 to 2, elements of the buckets that data-parallel ranks exchange; by default 40 million, "
+        "or 1 million for each of these ranks if that is more",
+        at_least=1,
+    )
     cpu_optimizer: bool = flag(False, "offload the optimizer: keep and update its state in host memory")
     pipeline_schedule: str | None = flag(
         None,
@@ -256,6 +267,7 @@ _Layout = TypeVar("_Layout", bound=ParallelRequest)
 
 # Inference uses tensor, pipeline and data parallelism only.
 _TRAINING_FIELDS = (
+    *("overlap_grad_reduce", "ddp_bucket_size"),
     "sequence_parallel",
     "zero_stage",
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,8 +66,14 @@ class OptimizerView(ABC):
         """All tensors with gradients at the start of the update; some share memory."""
 
     def refresh_weights(self) -> None:
-        """Copies the fp32 weights to the network; collective."""
+        """Copies the fp32 weights to the network; collective. See `await_weights`."""
         self._wrapper.update_lp_params()
+
+    def await_weights(self, parameters: Iterable[nn.Parameter] | None = None) -> None:  # noqa: B027
+        """Waits until the network's weights are those of the last update; all by default.
+
+        To be called before these parameters are read or the optimizer's tensors are changed.
+        """
 
     def norm(self) -> torch.Tensor | float:
         """Global 2-norm of the last step's gradient before clipping; NaN if DeepSpeed did not compute it."""

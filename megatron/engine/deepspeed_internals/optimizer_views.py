@@ -5,19 +5,19 @@ With ZeRO 0, 1 and 2, `engine/gradients/` accumulates, averages, measures and cl
     ZeRO, dtype      view              gradients accumulate in        done here instead of by DeepSpeed
     0, fp32          DirectView        .grad                          mean over ranks, norm, clipping, step
     1, bf16          AccumulatedView   DeepSpeed's flat fp32 buffers  the same, and accumulation
-    1, fp32, fp16    PartitionedView   separate flat fp32 buffers     the same; hooks and buckets are removed
-    2                PartitionedView   this rank's fp32 part          the same; buckets of `reduce_bucket_size`
+    1, fp32, fp16    PartitionedView   separate flat fp32 buffers     the same; DeepSpeed's hooks are removed
+    2                PartitionedView   this rank's fp32 part          the same
     3                SubGroupView      DeepSpeed's buffers            the decision to update
 
 At stage 1, bf16 is handled like fp32 if the optimizer is offloaded or gradients accumulate in bf16. DeepSpeed
-initializes, partitions, and gathers the updated weights.
+initializes and partitions the parameter groups, each of which is a bucket.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,17 @@ from megatron.engine.deepspeed_internals.base_view import OptimizerView, loss_sc
 from megatron.engine.deepspeed_internals.experts import is_expert
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.bucket_queue import Buckets
 from megatron.engine.gradients.clipping import Clipping
+from megatron.engine.gradients.direct_gradients import DirectGradients
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.gradient_stats import GradientStats
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
-from megatron.engine.tensor_parts import MasterSlice, has_whole_gradient, tensors_in
+from megatron.engine.tensor_parts import MasterSlice, has_whole_gradient, is_partial, tensors_in
+from megatron.engine.weight_gathers import WeightGathers
 from megatron.kernels.optimizer import AdamW, can_skip
 from megatron.parallel.mesh import ParallelMesh
 
@@ -46,24 +49,28 @@ class OwningView(GradientOwner, OptimizerView):
     Args:
         mesh: determines the ranks that share a parameter.
         clipping: measures and clips gradients.
+        buckets: their size, and whether messages overlap with computation.
     """
 
-    def __init__(self, engine: Any, mesh: ParallelMesh, clipping: Clipping) -> None:
+    def __init__(self, engine: Any, mesh: ParallelMesh, clipping: Clipping, buckets: Buckets) -> None:
         OptimizerView.__init__(self, engine)
+        self._buckets = buckets
         self._device, self._implementation = clipping.device, clipping.implementation
         self._scale = loss_scale_of(self._wrapper.loss_scaler, clipping.device) if self.is_scaled else None
         # `_copies` are the network's weights, if an update writes them besides the optimizer's. `_updates_network` is
         # True if it writes all of them; with several ranks, each updates a part, and the parts are gathered.
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
         self._updates_network = False
-        trained = [parameter for group in self.groups() for parameter in group]
+        grouped = {id(parameter) for group in self.groups() for parameter in group}
+        trained = [parameter for parameter in engine.module.parameters() if id(parameter) in grouped]
         factor = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0
         how = (engine.communication_data_type, None if factor == 1.0 else factor)
         averaging = Averaging(mesh.gradient, *how)
         if any(map(is_expert, trained)):
             experts = Averaging(mesh.expert_gradient, *how, copies=mesh.gradient.size)
             averaging = dataclasses.replace(averaging, experts=experts, is_expert=is_expert)
-        GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained)
+        overlaps = buckets.overlap and not _is_alone(averaging)
+        GradientOwner.__init__(self, self._new_sum(trained, averaging), clipping, trained, overlaps=overlaps)
         engine.clip_fp32_gradients = lambda: None
         engine.zero_grad = self._wrapper.zero_grad = lambda *_, **__: None  # accumulation frees all gradients
         engine.set_gradient_accumulation_boundary(True)  # every call of its `step` updates
@@ -92,14 +99,13 @@ class OwningView(GradientOwner, OptimizerView):
         """Replaces the step of DeepSpeed's optimizer: the gate decides, and clipping and loss scaling are done here."""
 
         def step(*_: Any, **__: Any) -> None:
+            self.await_weights()  # of layers that no forward pass has used
             norm = self.measure(self._scale)
             self._wrapper._global_grad_norm = norm
             if self.update(self.optimizer, gate, norm, self._copies, self._scale) and not self._updates_network:
                 self.refresh_weights()
             self._sum.clear()
 
-        if self.takes_by_hooks and isinstance(self._sum, PartitionGradients):
-            self._sum.add_during_backward()
         self._wrapper.step = step
 
     def loss_scale(self) -> float | torch.Tensor:
@@ -119,7 +125,8 @@ class DirectView(OwningView):
     is_direct = True
 
     def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
-        return GradientsInPlace(trained, is_measured, averaging)
+        elements, overlaps = self._buckets
+        return DirectGradients(trained, is_measured, averaging, elements, is_partial, overlaps=overlaps)
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:
         return [group["params"] for group in self.optimizer.param_groups]
@@ -143,25 +150,42 @@ class PartitionedView(OwningView):
         wrapper = self._wrapper
         for hook in wrapper._grad_acc_hooks:
             hook.remove()
-        groups = [FlatGroup.of(*each) for each in zip(self.groups(), getattr(wrapper, self._FLAT), strict=True)]
+        flats = getattr(wrapper, self._FLAT)
+        groups = [FlatGroup.of(*each) for each in zip(self.groups(), flats, strict=True)]
+        self._order = {id(parameter): index for index, parameter in enumerate(trained)}
+        axes = [averaging.of(group.parameters[0]).axis for group in groups]
+        self._gathers = WeightGathers(flats, axes, groups, self._order, overlaps=self._buckets.overlap)
+        self._parts = [flat.chunk(axis.size)[axis.rank] for flat, axis in zip(flats, axes, strict=True)]
         return self._new_flat_sum(groups, averaging)
+
+    def refresh_weights(self) -> None:
+        """Copies this rank's fp32 parts to the network, and starts to gather those of the others."""
+        self.await_weights()
+        with torch.no_grad():
+            for part, master in zip(self._parts, self.masters(), strict=True):
+                if part.data_ptr() != master.data_ptr():
+                    part.copy_(master)
+        self._gathers.start()
+
+    def await_weights(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        self._gathers.wait(parameters)
 
     def _new_flat_sum(self, groups: Sequence[FlatGroup], averaging: Averaging) -> GradientSum:
         wrapper, masters, device = self._wrapper, self.masters(), self._device
-        dtype, is_alone = wrapper.gradient_accumulation_dtype, averaging.axis.size == 1 and averaging.experts is None
-        is_whole = is_alone and masters[0].device == device
+        dtype = wrapper.gradient_accumulation_dtype
+        is_whole = _is_alone(averaging) and masters[0].device == device
         self._updates_network = is_whole
         if not self._update_in_place(groups, averaging) and is_whole:
             self._copies = list(wrapper.parallel_partitioned_bit16_groups)
-        how, unflattened = (groups, is_measured, averaging, self._implementation), isinstance(self.optimizer, AdamW)
+        how = (groups, is_measured, averaging, self._implementation, self._order)
+        unflattened, overlaps = isinstance(self.optimizer, AdamW), self._buckets.overlap
         if not wrapper.partition_gradients:
             buffers = [torch.zeros(group.length, dtype=dtype, device=device) for group in groups]
-            return MainGradients(buffers, *how, takes_unflattened=is_whole and unflattened)
+            return MainGradients(buffers, *how, takes_unflattened=is_whole and unflattened, overlaps=overlaps)
         parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in masters]
         if is_whole:
             return MainGradients(parts, *how, takes_unflattened=unflattened)
-        self.takes_by_hooks = sum(group.length for group in groups) > wrapper.reduce_bucket_size
-        return PartitionGradients(parts, groups, is_measured, averaging, wrapper.reduce_bucket_size)
+        return PartitionGradients(parts, groups, is_measured, averaging, self._order, overlaps=overlaps)
 
     def _update_in_place(self, groups: Sequence[FlatGroup], averaging: Averaging) -> bool:
         """Makes the optimizer update this rank's part of the network's weights in place of DeepSpeed's copy.
@@ -202,15 +226,16 @@ class AccumulatedView(PartitionedView):
         wrapper = self._wrapper
         wrapper.clear_hp_grads = lambda: None
         self.takes_by_hooks = bool(wrapper.immediate_grad_update)
-        is_alone = averaging.axis.size == 1 and averaging.experts is None
+        is_alone = _is_alone(averaging)
         self._copies, self._updates_network = list(wrapper.bf16_partitioned_groups) if is_alone else [], is_alone
         if wrapper.immediate_grad_update:
             for parameter in (parameter for group in groups for parameter in group.parameters):
                 parameter.register_post_accumulate_grad_hook(lambda each: self.accumulate([each]))
         # Hooks free each gradient before the next one is computed.
         takes_unflattened = is_alone and isinstance(self.optimizer, AdamW) and not self.takes_by_hooks
-        how = (groups, is_measured, averaging, self._implementation)
-        return MainGradients(wrapper.fp32_groups_gradients_flat, *how, takes_unflattened=takes_unflattened)
+        how = (groups, is_measured, averaging, self._implementation, self._order)
+        buffers, overlaps = wrapper.fp32_groups_gradients_flat, self._buckets.overlap
+        return MainGradients(buffers, *how, takes_unflattened=takes_unflattened, overlaps=overlaps)
 
 
 class SubGroupView(OptimizerView):
@@ -268,13 +293,18 @@ class SubGroupView(OptimizerView):
             persistent[0].all_gather(persistent)
 
 
-def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, norm_limit: float) -> OptimizerView:
+def _is_alone(averaging: Averaging) -> bool:
+    """True if no gradient is averaged with other ranks."""
+    return averaging.axis.size == 1 and averaging.experts is None
+
+
+def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, norm_limit: float, buckets: Buckets) -> OptimizerView:
     """The view of a DeepSpeed engine's optimizer; see `Clipping` for `norm_limit`."""
     clipping = Clipping(norm_limit, mesh.model, mesh.device, mesh.kernels.optimizer)
     if zero_stage == 0:
-        return DirectView(engine, mesh, clipping)
+        return DirectView(engine, mesh, clipping, buckets)
     if zero_stage == 3:
         return SubGroupView(engine)
     if isinstance(engine.optimizer, BF16_Optimizer):
-        return AccumulatedView(engine, mesh, clipping)
-    return PartitionedView(engine, mesh, clipping)
+        return AccumulatedView(engine, mesh, clipping, buckets)
+    return PartitionedView(engine, mesh, clipping, buckets)

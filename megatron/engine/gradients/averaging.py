@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megatron.parallel.mesh import Axis
-from megatron.parallel.messages import all_reduce_sum, reduce_scatter_sum
+from megatron.parallel.messages import PendingMessage, start_all_reduce_sum, start_reduce_scatter_sum
 
 
 @dataclass(frozen=True)
@@ -44,19 +45,30 @@ class Averaging:
 
         Shapes: `[n]`, also the result.
         """
+        return self.start(gradients).wait()
+
+    def start(self, gradients: torch.Tensor) -> PendingAverage:
+        """Starts `average`; the gradients must not be used before it is over."""
         if self._is_alone:
-            return gradients
-        return self._received(all_reduce_sum(self._to_send(gradients), self.axis))
+            return PendingAverage(PendingMessage(gradients, None, self.axis))
+        divisor = self._count if self.predivide_factor is None else self.predivide_factor
+        sent = gradients.to(self.dtype).div_(divisor)
+        return PendingAverage(start_all_reduce_sum(sent, self.axis), self._count / divisor)
 
-    def average_local_part(self, gradients: torch.Tensor) -> None:
-        """Averages this rank's part of the gradients in place; the other parts become undefined; collective.
+    def start_local_part(self, gradients: torch.Tensor) -> PendingAverage:
+        """Starts the mean of this rank's part of the gradients, which become undefined; collective.
 
-        Shapes: `[n]` with `n` a multiple of the number of ranks.
+        Shapes: `[n]` with `n` a multiple of the number of ranks `r`; the result `[n/r]`.
         """
-        if not self._is_alone:
-            part = self._received(reduce_scatter_sum(self._to_send(gradients), self.axis))
-            if part.dtype != gradients.dtype:
-                gradients.narrow(0, self.axis.rank * len(part), len(part)).copy_(part)
+        if self._is_alone:
+            return PendingAverage(PendingMessage(gradients, None, self.axis))
+        # float32 cannot overflow, so only the part is divided, which saves a pass over all gradients.
+        first = 1.0 if self.dtype is torch.float32 else float(self._count)
+        divisor = first if self.predivide_factor is None else self.predivide_factor
+        sent = gradients.to(self.dtype)
+        if divisor != 1.0:
+            sent.div_(divisor)
+        return PendingAverage(start_reduce_scatter_sum(sent, self.axis), self._count / divisor)
 
     @property
     def _is_alone(self) -> bool:
@@ -66,9 +78,19 @@ class Averaging:
     def _count(self) -> int:
         return self.axis.size if self.copies is None else self.copies
 
-    def _to_send(self, gradients: torch.Tensor) -> torch.Tensor:
-        divisor = self._count if self.predivide_factor is None else self.predivide_factor
-        return gradients.to(self.dtype).div_(divisor)
 
-    def _received(self, gradients: torch.Tensor) -> torch.Tensor:
-        return gradients if self.predivide_factor is None else gradients.mul_(self.predivide_factor / self._count)
+class PendingAverage(NamedTuple):
+    """An average in transit.
+
+    Attributes:
+        message: the sum of what ranks have already divided.
+        divisor: the divisor of the sum.
+    """
+
+    message: PendingMessage
+    divisor: float = 1.0
+
+    def wait(self) -> torch.Tensor:
+        """Waits for the message and returns the average."""
+        total = self.message.wait()
+        return total if self.divisor == 1.0 else total.div_(self.divisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -13,16 +14,28 @@ class FlatBucket:
     Args:
         like: tensors with the shapes and the device of the views.
         dtype: of the buffer; that of `like` by default.
+        starts: the offset of each view; one after the other by default.
+        length: elements of the buffer; up to the end of the last view by default.
 
     Attributes:
         flat: the buffer. `[n]`
         views: a view for each tensor, in its shape.
     """
 
-    def __init__(self, like: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        like: Sequence[torch.Tensor],
+        dtype: torch.dtype | None = None,
+        starts: Sequence[int] | None = None,
+        length: int | None = None,
+    ) -> None:
         sizes = [each.numel() for each in like]
-        self.flat = torch.empty(sum(sizes), dtype=dtype or like[0].dtype, device=like[0].device)
-        self.views = [part.view_as(each) for part, each in zip(self.flat.split(sizes), like, strict=True)]
+        starts = starts or list(itertools.accumulate(sizes, initial=0))[:-1]
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+        self.flat = torch.empty(length or ends[-1], dtype=dtype or like[0].dtype, device=like[0].device)
+        self.views = [self.flat[start:end].view_as(each) for start, end, each in zip(starts, ends, like, strict=True)]
+        gaps = zip([0, *ends], [*starts, len(self.flat)], strict=True)
+        self._gaps = [self.flat[first:end] for first, end in gaps if first < end]
         self._bytes = self.flat.untyped_storage().nbytes()
         self.is_open = True
         self.close()
@@ -34,10 +47,15 @@ class FlatBucket:
             self.is_open = True
         return self.flat
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Allocates the memory and copies tensors into it."""
+    def fill(self, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Allocates the memory and copies tensors into it; zero for None, and between the views."""
         self.open()
-        torch._foreach_copy_(self.views, list(tensors))
+        pairs = [(view, each) for view, each in zip(self.views, tensors, strict=True) if each is not None]
+        zeros = self._gaps + [view for view, each in zip(self.views, tensors, strict=True) if each is None]
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [each for _, each in pairs])
         return self.flat
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ class GradientOwner:
     A step is
 
         owner.begin(passes)              if the number of backward passes is known
+        owner.begin_last(parameters)     before their last backward pass, to send gradients while it runs
         owner.accumulate(parameters)     after every backward pass; any number of calls
         owner.reduce()                   once: over data-parallel ranks, then over the ranks that hold tied weights
         deepspeed.step()                 once: measures, clips and updates
@@ -33,28 +34,54 @@ class GradientOwner:
         gradients: accumulates gradients.
         clipping: measures and clips them.
         trained: all trained parameters.
+        overlaps: gradients are sent as soon as they are complete, while backward passes run.
     """
 
-    def __init__(self, gradients: GradientSum, clipping: Clipping, trained: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, gradients: GradientSum, clipping: Clipping, trained: Sequence[nn.Parameter], *, overlaps: bool
+    ) -> None:
         self._sum = gradients
         self._clipping = clipping
         self._trained = trained
         self._partial: Partial = ()
         self._tied: Tied = ()
+        self._overlaps, self._in_last = overlaps, set[int]()
+
+    def send_in_backward(self) -> None:
+        """From now on, hooks send each bucket as soon as a backward pass has completed it; see `begin_last`."""
+        if self._overlaps:
+            for parameter in self._trained:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._sum.sends_each_pass or id(parameter) in self._in_last:
+            self._sum.complete((parameter,))  # type: ignore[arg-type]
 
     def begin(self, passes: int) -> None:
         """Announces the number of backward passes of a step: with one, gradients need no accumulation."""
         self._sum.begin(passes)
 
-    def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def begin_last(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Announces the last backward pass of a step for these parameters, all by default.
+
+        Not for a pass in halves, whose hooks run before gradients are complete.
+        """
+        if self._overlaps:
+            self._in_last.update(map(id, self._trained if parameters is None else parameters))
+
+    def accumulate(self, parameters: Sequence[nn.Parameter] | None = None, *, is_last: bool = False) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
 
-        With ZeRO 2, collective over data-parallel ranks, with the same parameters in the same order.
+        With ZeRO 2, and if `is_last`, collective over data-parallel ranks, with the same parameters in the same order.
 
         Args:
             parameters: trained parameters whose gradients are complete; all by default.
+            is_last: these are their last gradients of the step.
         """
-        self._sum.add(self._trained if parameters is None else parameters)
+        ready = self._trained if parameters is None else parameters
+        self._sum.add(ready)
+        if is_last and self._overlaps:
+            self._sum.complete(ready)
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
         """See `GradientSum.product_adder`; it leaves no gradient for `accumulate`."""
@@ -80,6 +107,7 @@ class GradientOwner:
         for axis, parameters in self._partial:
             self._sum.sum_over(axis, parameters)
         self._sum.reduce(self._tied)
+        self._in_last.clear()
 
     def measure(self, loss_scale: LossScale | None = None) -> torch.Tensor:
         """The global norm of the reduced gradients, without the loss scale; collective.

@@ -1,17 +1,17 @@
-"""Accumulation of a step's gradients: the interface, the accumulator in `.grad`, and the base of flat accumulators."""
+"""Accumulation of a step's gradients: the interface, and the base of accumulators in flat buffers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.bucket_queue import BucketQueue
 from megatron.engine.gradients.flat_bucket import FlatBucket
-from megatron.kernels.products import add_product_, can_add_product
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import all_reduce_sum
 from megatron.parallel.shard_spec import shard_spec_of
@@ -20,7 +20,6 @@ from megatron.parallel.tensor.weight_gradients import AddProduct
 Tied = Sequence[tuple[nn.Parameter, Axis]]
 BucketHook = Callable[[Sequence[nn.Parameter], Sequence[torch.Tensor]], None]
 Partial = Sequence[tuple[Axis, Sequence[nn.Parameter]]]
-_BUCKET_ELEMENTS = 500_000_000  # the most that one message averages, if gradients are not in one buffer
 
 
 class FlatGroup(NamedTuple):
@@ -76,6 +75,7 @@ class GradientSum(ABC):
         averaging: the averaging over data-parallel ranks.
 
     Attributes:
+        sends_each_pass: the gradients of each backward pass are sent; otherwise their sums, once a step.
         divided_over: the ranks that hold different parts of the sum after `reduce`; None if each has all of it.
         before_add: called with parameters whose gradients of a backward pass are complete, before `add` takes them.
         before_reduce: called with the parameters of a bucket and this rank's gradients, before they are summed over
@@ -83,17 +83,27 @@ class GradientSum(ABC):
     """
 
     divided_over: Axis | None = None
+    sends_each_pass = False
     before_add: Callable[[Iterable[nn.Parameter]], None] | None = None
     before_reduce: BucketHook | None = None
-    _members: Sequence[Sequence[nn.Parameter]] = ()  # of the buckets that are not summed before `reduce`
+    _queue: BucketQueue
+    _members: Sequence[Sequence[nn.Parameter]]  # of the buckets
 
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
+        self._is_reducing = False  # `before_reduce` has been called for all buckets
         self._summed: dict[tuple[int, ...], FlatBucket] = {}  # by the ids of parameters
 
     @abstractmethod
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Adds the gradients of these parameters, if they have one, and frees them."""
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Announces parameters whose gradients are complete for this step, in `.grad` or added; optional.
+
+        Starts the messages of buckets that are complete, in the same order on all ranks.
+        """
+        self._queue.complete(parameters)
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
         """A function that adds weight gradients to the sum by their matrix product, instead of `.grad` and `add`.
@@ -115,8 +125,18 @@ class GradientSum(ABC):
     def run_before_reduce(self) -> None:
         """Calls `before_reduce` for all buckets that have not been sent; before the first `sum_over`."""
         if self.before_reduce is not None:
-            for members in self._members:
-                self.before_reduce(members, [self.of(parameter) for parameter in members])
+            for members in self._unsent:
+                self._call_before_reduce(members)
+        self._is_reducing = True
+
+    @property
+    def _unsent(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters of the buckets whose messages have not been started."""
+        return [members for number, members in enumerate(self._members) if not self._queue.has_started(number)]
+
+    def _call_before_reduce(self, members: Sequence[nn.Parameter]) -> None:
+        if self.before_reduce is not None and not self._is_reducing:
+            self.before_reduce(members, [self.of(parameter) for parameter in members])
 
     @torch.no_grad()
     def sum_over(self, axis: Axis, parameters: Iterable[nn.Parameter]) -> None:
@@ -137,6 +157,7 @@ class GradientSum(ABC):
         # Only in this order do the copies of a tied weight get the same bits: both stages add the same two numbers,
         # while an average over more than two ranks depends on the gradient's offset in the stage's messages.
         self._average()
+        self._is_reducing = False
         for parameter, axis in tied:
             part = self._part_of(parameter)
             total = all_reduce_sum(part.to(parameter.device), axis)  # offloaded gradients are in host memory
@@ -194,120 +215,6 @@ def _summing_over(axis: Axis) -> Callable[[torch.Tensor], torch.Tensor]:
     return sum_gradient
 
 
-class GradientsInPlace(GradientSum):
-    """Accumulation in `.grad` by autograd, for a network in fp32 whose weights are updated in place.
-
-    If `before_add` is set, it needs the gradients of each pass, so they are accumulated here, with twice the memory.
-
-    Args:
-        parameters: all trained parameters.
-        is_counted: returns True if this rank counts a parameter in the gradient norm.
-    """
-
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], is_counted: Callable[[nn.Parameter], bool], averaging: Averaging
-    ) -> None:
-        super().__init__(averaging)
-        self._parameters = list(parameters)
-        self._members = [self._parameters]
-        self._accumulated: dict[int, torch.Tensor] = {}  # by the parameter's id
-        self._buckets: list[tuple[Averaging, list[nn.Parameter], FlatBucket]] = []
-        self._counted = [parameter for parameter in parameters if is_counted(parameter)]
-        if averaging.experts is not None:  # ranks hold different experts: the first rank with a copy counts it
-            self.divided_over = averaging.axis
-            self._counted = [each for each in self._counted if averaging.of(each).axis.rank == 0]
-
-    @torch.no_grad()
-    def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Does nothing unless `before_add` is set: autograd accumulates."""
-        if self.before_add is None:
-            return
-        ready = [parameter for parameter in parameters if parameter.grad is not None]
-        self.before_add(ready)
-        for parameter in ready:
-            if id(parameter) in self._accumulated:
-                self._accumulated[id(parameter)].add_(parameter.grad)  # type: ignore[arg-type]
-            else:
-                self._accumulated[id(parameter)] = parameter.grad  # type: ignore[assignment]
-            parameter.grad = None
-
-    def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
-        # Takes effect from the second micro-batch on: the gradient of the first becomes the sum.
-        takes = self.before_add is None and all(can_add_product(parameter, dtype) for parameter in self._parameters)
-        return _add_to_gradient if takes else None
-
-    def of(self, parameter: nn.Parameter) -> torch.Tensor:
-        if id(parameter) in self._accumulated:
-            parameter.grad = self._accumulated.pop(id(parameter))
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        for parameter in self._parameters:
-            self.of(parameter)  # creates missing gradients as zeros, so that all parameters are updated
-        if self._averaging.axis.size == 1 and self._averaging.experts is None:
-            return
-        self._buckets = self._buckets or list(_in_buckets(self._parameters, self._averaging))
-        for averaging, members, bucket in self._buckets:
-            flat = bucket.fill([self.of(parameter) for parameter in members])
-            for parameter, view in zip(members, bucket.views, strict=True):
-                parameter.grad = view
-            average = averaging.average(flat)
-            if average is not flat:
-                flat.copy_(average)
-
-    def _part_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        return self.of(parameter)
-
-    @property
-    def parts(self) -> Sequence[torch.Tensor]:
-        return ()
-
-    @property
-    def counted(self) -> Sequence[torch.Tensor]:
-        return [self.of(parameter) for parameter in self._counted]
-
-    def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
-        return [(each, self.of(each).view(-1)[: shard_spec_of(each).box_numel]) for each in self._counted]
-
-    def clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
-        for *_, bucket in self._buckets:
-            bucket.close()
-
-    @property
-    def buffers(self) -> Sequence[torch.Tensor]:
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-
-
-def _add_to_gradient(parameter: nn.Parameter, a: torch.Tensor, b: torch.Tensor) -> bool:
-    if parameter.grad is None:
-        return False
-    add_product_(parameter.grad, a, b)
-    return True
-
-
-def _in_buckets(
-    parameters: Sequence[nn.Parameter], averaging: Averaging
-) -> Iterator[tuple[Averaging, list[nn.Parameter], FlatBucket]]:
-    """The buckets that are averaged in one message each."""
-    groups: dict[int, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault(id(averaging.of(parameter)), []).append(parameter)
-    for group in groups.values():
-        first = 0
-        while first < len(group):
-            end, elements = first, 0
-            while end < len(group) and (end == first or elements + group[end].numel() <= _BUCKET_ELEMENTS):
-                end, elements = end + 1, elements + group[end].numel()
-            members = group[first:end]
-            yield averaging.of(members[0]), members, FlatBucket(members)
-            first = end
-
-
 class FlatGradients(GradientSum):
     """Accumulation in flat tensors; each data-parallel rank updates with its part.
 
@@ -316,6 +223,7 @@ class FlatGradients(GradientSum):
         groups: the layout of the whole groups; a tied weight is a separate group, divided alike on its stages.
         is_counted: returns True if this rank counts a parameter in the gradient norm.
         averaging: the averaging over data-parallel ranks.
+        order: see `BucketQueue`; by group by default.
 
     Shapes: parts `[n]`.
     """
@@ -326,8 +234,11 @@ class FlatGradients(GradientSum):
         groups: Sequence[FlatGroup],
         is_counted: Callable[[nn.Parameter], bool],
         averaging: Averaging,
+        order: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(averaging)
+        self._groups = groups
+        self._order = order or {id(each): number for number, each in enumerate(_parameters_of(groups))}
         self.divided_over = averaging.axis if averaging.axis.size > 1 or averaging.experts is not None else None
         self._averagings = [averaging.of(group.parameters[0]) for group in groups]
         self._members = [group.parameters for group in groups]
@@ -358,3 +269,7 @@ class FlatGradients(GradientSum):
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         return self._by_parameter
+
+
+def _parameters_of(groups: Iterable[FlatGroup]) -> Iterator[nn.Parameter]:
+    return (parameter for group in groups for parameter in group.parameters)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.bucket_queue import BucketQueue, Finish
 from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
@@ -30,6 +31,7 @@ class MainGradients(FlatGradients):
         is_counted: returns True if this rank counts a parameter in the gradient norm.
         averaging: the averaging over data-parallel ranks; afterwards each has only its part of a buffer.
         implementation: of the addition, for buffers in fp32.
+        order, overlaps: see `BucketQueue`; a group is a bucket.
         takes_unflattened: the optimizer can update with the gradients of single parameters, in their own dtype; only
             if this rank averages gradients with no other rank.
     """
@@ -41,21 +43,24 @@ class MainGradients(FlatGradients):
         is_counted: Callable[[nn.Parameter], bool],
         averaging: Averaging,
         implementation: Implementation = Implementation.TORCH,
+        order: Mapping[int, int] | None = None,
         *,
         takes_unflattened: bool = False,
+        overlaps: bool = True,
     ) -> None:
         parts = []
         for buffer, group in zip(buffers, groups, strict=True):
             axis = averaging.of(group.parameters[0]).axis
             size = group.length // axis.size
             parts.append(buffer.narrow(0, axis.rank * size, size))
-        super().__init__(parts, groups, is_counted, averaging)
+        super().__init__(parts, groups, is_counted, averaging, order)
+        self._queue = BucketQueue(self._members, self._order, self._start, overlaps=overlaps)
         is_wide = all(buffer.dtype is torch.float32 for buffer in buffers)
         self._implementation = implementation if is_wide else Implementation.TORCH
         self._buffers = list(buffers)
         self._views: dict[int, torch.Tensor] = {}  # by the parameter's id
         self._written: set[int] = set()
-        self._groups, self._is_counted = groups, is_counted
+        self._is_counted = is_counted
         self._takes_unflattened = takes_unflattened and all(group.is_dense for group in groups)
         self._has_single_pass = False  # the gradients of this step stay where its single backward pass leaves them
         self._unflattened: dict[int, torch.Tensor] = {}  # those gradients, by the parameter's id
@@ -68,6 +73,7 @@ class MainGradients(FlatGradients):
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         self._takes_unflattened = False  # their sums are changed in the buffers
+        self._queue.hold(parameters)
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -115,11 +121,28 @@ class MainGradients(FlatGradients):
         return view
 
     def _average(self) -> None:
-        if self._has_single_pass:
-            return
-        self._zero_missing()
-        for buffer, averaging in zip(self._buffers, self._averagings, strict=True):
-            averaging.average_local_part(buffer)
+        if self.divided_over is not None:
+            self._queue.finish()
+        elif not self._has_single_pass:
+            self._zero_missing()
+
+    @torch.no_grad()
+    def _start(self, number: int) -> Finish:
+        members, buffer = self._members[number], self._buffers[number]
+        self.add(members)
+        self._call_before_reduce(members)
+        missing = [parameter for parameter in members if id(parameter) not in self._written]
+        if missing:
+            torch._foreach_zero_(self._views_of(missing))
+            self._written.update(map(id, missing))
+        pending = self._averagings[number].start_local_part(buffer)
+
+        def finish() -> None:
+            part = pending.wait()
+            if part.dtype != buffer.dtype:
+                self._parts[number].copy_(part)
+
+        return finish
 
     def _zero_missing(self) -> None:
         if not self._written:
@@ -172,6 +195,7 @@ class MainGradients(FlatGradients):
 
     def clear(self) -> None:
         self._written.clear()  # the first gradient of each parameter will overwrite its view
+        self._queue.reset()
         self._unflattened.clear()
 
     @property

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.gradients.bucket_queue import BucketQueue, Finish
 from megatron.engine.gradients.flat_bucket import FlatBucket
 from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
 from megatron.kernels import multi_tensor
 
-
-class _Bucket(NamedTuple):
-    """Adjacent parameters of a group, their offset in the group, and their send buffer."""
-
-    group: int
-    parameters: tuple[nn.Parameter, ...]
-    first: int
-    flat: FlatBucket
+_MOST_IN_FLIGHT = 3  # each has a buffer
 
 
 class _WholeSums(NamedTuple):
@@ -42,19 +36,21 @@ class _WholeSums(NamedTuple):
 class PartitionGradients(FlatGradients):
     """This rank's part of each group; every backward pass adds gradients that are already averaged over ranks.
 
-    Gradients are sent in buckets: adjacent ones are copied into one tensor in the network's dtype and freed, ranks
-    average the tensor, and each adds its part. Between passes a rank holds only its part, during a pass also the
-    gradients of that pass and a bucket.
+    Each group is sent as a bucket: its gradients are copied into one tensor in the network's dtype and freed, and each
+    rank receives the average of its part, which it adds. Between passes a rank holds only its part, during a pass also
+    the gradients of incomplete buckets, and the buckets in transit.
 
-    Missing gradients are not sent, so all ranks must compute gradients of the same parameters.
+    A bucket without any gradient is not sent, so all ranks must compute gradients of the same buckets.
 
     Args:
         parts: one for each group, initially zero.
         groups: the layout of the groups.
         is_counted: returns True if this rank counts a parameter in the gradient norm.
         averaging: the averaging over data-parallel ranks.
-        bucket_elements: maximum size of a bucket (`reduce_bucket_size`), unless one parameter is larger.
+        order, overlaps: see `BucketQueue`.
     """
+
+    sends_each_pass = True
 
     def __init__(
         self,
@@ -62,10 +58,12 @@ class PartitionGradients(FlatGradients):
         groups: Sequence[FlatGroup],
         is_counted: Callable[[nn.Parameter], bool],
         averaging: Averaging,
-        bucket_elements: int,
+        order: Mapping[int, int] | None = None,
+        *,
+        overlaps: bool = True,
     ) -> None:
-        super().__init__(parts, groups, is_counted, averaging)
-        self._bucket_elements, self._members = bucket_elements, ()
+        super().__init__(parts, groups, is_counted, averaging, order)
+        self._overlaps = overlaps
         self._locations = {
             id(parameter): (number, start, parameter)
             for number, group in enumerate(groups)
@@ -73,21 +71,39 @@ class PartitionGradients(FlatGradients):
         }
         self._kept: dict[int, torch.Tensor | None] = {}  # the whole sums, by the parameter's id
         self._whole: list[_WholeSums] = []
-        self._buckets: dict[tuple[int, ...], list[_Bucket]] = {}  # by the ids of parameters
-        # By the id of a parameter, the ids in its bucket that have no gradient yet.
-        self._missing: dict[int, set[int]] = {}
 
     def keep_whole(self, parameters: Iterable[nn.Parameter]) -> None:
         self._kept.update(dict.fromkeys(map(id, parameters)))
-        self._members = [[self._locations[key][2] for key in self._kept]]
+
+    @property
+    def _unsent(self) -> Sequence[Sequence[nn.Parameter]]:
+        return [[self._locations[key][2] for key in self._kept]] if self._kept else ()
+
+    @cached_property
+    def _buckets(self) -> list[tuple[int, tuple[nn.Parameter, ...], FlatBucket]]:
+        """The group, the parameters and the buffer of each bucket."""
+        buckets = []
+        for number, group in enumerate(self._groups):
+            sent = [each for each in zip(group.parameters, group.starts, strict=True) if id(each[0]) not in self._kept]
+            if sent:
+                members, starts = zip(*sent, strict=True)
+                buckets.append((number, members, FlatBucket(members, None, starts, group.length)))
+        return buckets
+
+    @cached_property
+    def _queue(self) -> BucketQueue:  # type: ignore[override]
+        members = [parameters for _, parameters, _ in self._buckets]
+        return BucketQueue(members, self._order, self._start, _MOST_IN_FLIGHT, overlaps=self._overlaps)
+
+    @cached_property
+    def _bucket_of(self) -> dict[int, int]:
+        return {id(each): number for number, (_, members, _) in enumerate(self._buckets) for each in members}
 
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Averages the gradients of a backward pass and adds this rank's part; collective over data-parallel ranks."""
-        remaining, sums, gradients = [], [], []
+        """Sends the gradients of a backward pass that are not sent yet; collective over data-parallel ranks."""
+        sums, gradients, unsent = [], [], set()
         for parameter in parameters:
-            if id(parameter) in self._missing:
-                self._missing[id(parameter)].add(id(parameter))
             if parameter.grad is None:  # sent during the pass, or deferred
                 continue
             if id(parameter) in self._kept:
@@ -95,31 +111,16 @@ class PartitionGradients(FlatGradients):
                 gradients.append(parameter.grad)
                 parameter.grad = None
             else:
-                remaining.append(parameter)
+                unsent.add(self._bucket_of[id(parameter)])
         multi_tensor.add_(sums, gradients)
-        for bucket in self._buckets_of(remaining):
-            self._send(bucket)
-
-    def add_during_backward(self) -> None:
-        """Sends each bucket as soon as its gradients are complete, so that a rank never holds all gradients of a pass.
-
-        Must be called after `keep_whole`. All ranks must compute gradients in the same order.
-        """
-        parameters = [location[2] for key, location in self._locations.items() if key not in self._kept]
-        for bucket in self._buckets_of(parameters):
-            missing = set(map(id, bucket.parameters))
-            for parameter in bucket.parameters:
-                self._missing[id(parameter)] = missing
-                parameter.register_post_accumulate_grad_hook(functools.partial(self._on_gradient, bucket))
+        self._queue.reset()  # also sends a gradient that was completed after its bucket
+        self._queue.start_all(unsent)
+        self._queue.reset()
 
     @torch.no_grad()
-    def _on_gradient(self, bucket: _Bucket, parameter: torch.Tensor) -> None:
-        if parameter.grad is None:  # deferred: torch calls the hook all the same
-            return
-        missing = self._missing[id(parameter)]
-        missing.discard(id(parameter))
-        if not missing:
-            self._send(bucket)
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Announces complete gradients of a backward pass; ignores parameters whose gradients are deferred."""
+        self._queue.complete(each for each in parameters if each.grad is not None and id(each) not in self._kept)
 
     def of(self, parameter: nn.Parameter) -> torch.Tensor:
         """The whole local sum of a parameter.
@@ -162,6 +163,7 @@ class PartitionGradients(FlatGradients):
         return wholes
 
     def _average(self) -> None:
+        self._queue.wait()
         for whole in self._whole:
             if whole.sums.is_open:
                 average = whole.averaging.average(whole.sums.flat)
@@ -170,45 +172,24 @@ class PartitionGradients(FlatGradients):
                 _add(whole.targets, whole.ranges)
                 whole.sums.close()
 
-    def _buckets_of(self, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-        """Divides parameters into buckets of adjacent ones."""
-        key = tuple(map(id, parameters))
-        if key not in self._buckets:
-            self._buckets[key] = list(self._divided(parameters))
-        return self._buckets[key]
-
-    def _divided(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Bucket]:
-        members: list[nn.Parameter] = []
-        group, first, end = -1, 0, 0
-        locations = (self._locations[id(each)] for each in parameters)
-        for number, start, parameter in sorted(locations, key=lambda location: location[:2]):
-            size = parameter.numel()
-            if members and (number != group or start != end or end + size - first > self._bucket_elements):
-                yield _Bucket(group, tuple(members), first, FlatBucket(members))
-                members = []
-            if not members:
-                group, first = number, start
-            members.append(parameter)
-            end = start + size
-        if members:
-            yield _Bucket(group, tuple(members), first, FlatBucket(members))
-
-    def _send(self, bucket: _Bucket) -> None:
-        """Averages a bucket over the ranks and adds this rank's part."""
+    @torch.no_grad()
+    def _start(self, index: int) -> Finish:
+        """Starts to average a bucket; this rank's part is added when it arrives."""
+        number, members, bucket = self._buckets[index]
         if self.before_add is not None:
-            self.before_add(bucket.parameters)
-        flat = bucket.flat.fill([each.grad for each in bucket.parameters])  # type: ignore[misc]
+            self.before_add([parameter for parameter in members if parameter.grad is not None])
+        flat = bucket.fill([parameter.grad for parameter in members])
         if self.before_reduce is not None:
-            self.before_reduce(bucket.parameters, bucket.flat.views)
-        for each in bucket.parameters:
-            each.grad = None
-        averaging, part = self._averagings[bucket.group], self._parts[bucket.group]
-        flat = averaging.average(flat)
-        offset = bucket.first - averaging.axis.rank * len(part)  # of the bucket in the part
-        first, end = max(offset, 0), min(offset + len(flat), len(part))
-        if first < end:
-            _add([part[first:end]], [flat[first - offset : end - offset]])
-        bucket.flat.close()
+            self.before_reduce(members, bucket.views)
+        for parameter in members:
+            parameter.grad = None
+        pending = self._averagings[number].start_local_part(flat)
+
+        def finish() -> None:
+            _add([self._parts[number]], [pending.wait()])
+            bucket.close()
+
+        return finish
 
     def clear(self) -> None:
         torch._foreach_zero_(self._parts)

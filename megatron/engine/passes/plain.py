@@ -11,6 +11,7 @@ from megatron.device import CaptureError, GraphCapturer
 from megatron.engine.cuda_graphs import MicroBatchGraphs, warn_of_capture
 from megatron.engine.deepspeed_internals.base_view import OptimizerView
 from megatron.engine.deepspeed_internals.optimizer_views import OwningView
+from megatron.engine.gradients.gradient_sum import Partial, Tied
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.base import Passes
 from megatron.engine.passes.step_loss import StepLoss
@@ -29,6 +30,12 @@ class PlainPasses(Passes[OwningView]):
         self._graphs: MicroBatchGraphs | None = None
         self._losses: StepLoss
 
+    def connect(
+        self, deepspeed: Any, view: OwningView, partial: Partial, tied: Tied, enter: Callable[[str], None]
+    ) -> None:
+        super().connect(deepspeed, view, partial, tied, enter)
+        view.send_in_backward()
+
     def use_graphs(self, capturer: GraphCapturer) -> None:
         parameters = (parameter for parameter in self.module.parameters() if hasattr(parameter, "global_name"))
         self._graphs = MicroBatchGraphs(parameters, self._forward_alone, capturer)
@@ -36,14 +43,19 @@ class PlainPasses(Passes[OwningView]):
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         self._losses = losses
         self._view.begin(len(batches))
-        for batch in batches:
+        if self._graphs is not None:
+            self._view.await_weights()
+        for number, batch in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            if is_last:
+                self._view.begin_last()
             self._enter("forward")
             if self._graphs is None or not self._run_graph(batch, self._graphs, len(batches)):
                 # Given an initial gradient, torch would import sympy to compare two shapes, a second at every start.
                 loss = losses.scaled(_loss(self.module, batch, losses))
                 self._enter("backward")
                 torch.autograd.backward(loss)
-            self._view.accumulate()
+            self._view.accumulate(is_last=is_last)
         self._view.reduce()
         self._enter("step")
         self._deepspeed.step()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.model.interface.layer_cost import MATRICES_ONLY, TokenWork
-from megatron.model.interface.network import LayerKind, LayerSpec, parameter_names
+from megatron.model.interface.network import LayerKind, LayerSpec, LayerStack, parameter_names
 from megatron.parallel.schedule.actions import Placement
 from megatron.parallel.schedule.division import BY_COST, Division
 
@@ -71,6 +71,12 @@ class Chunks:
     def has_last(self) -> bool:
         """True if this rank has the last chunk and computes the loss."""
         return self.count - 1 in self.layers
+
+    def numbers(self, stack: LayerStack) -> dict[int, int]:
+        """The chunk of each parameter of this rank's layers, by the parameter's id."""
+        layers = [layer for _, layer in stack.named_layers()]
+        pairs = ((chunk, layers[index]) for chunk, indices in self.layers.items() for index in indices)
+        return {id(parameter): chunk for chunk, layer in pairs for parameter in layer.parameters()}
 
     def is_last(self, chunk: int) -> bool:
         """Returns True for the last chunk of the network."""

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
 
+from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkPass, ChunkRunner
@@ -22,6 +22,7 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import PendingMessage, start_receive, start_send
 from megatron.parallel.schedule.actions import Action, Kind, Program, without_backward_before
 
+_BACKWARD = (Kind.BACKWARD, Kind.INPUT_BACKWARD, Kind.WEIGHT_BACKWARD)
 # A chunk and a micro-batch.
 ChunkKey = tuple[int, int]
 # Hidden states between chunks: the network's, and the auxiliary network's if there is one.
@@ -36,7 +37,7 @@ class Executor:
         axis: the ranks of the pipeline.
         world: all ranks. With two stages its group carries the gradients: NCCL has one communicator per group and pair
             of ranks, which would serialize the messages of both directions.
-        take_gradients: called after each backward pass or half of one, with the parameters of its chunk.
+        gradients: takes the gradients of a chunk's parameters after each backward pass or half of one.
         enter: called with each phase that begins.
     """
 
@@ -45,12 +46,12 @@ class Executor:
         runner: ChunkRunner,
         axis: Axis,
         world: Axis,
-        take_gradients: Callable[[Sequence[nn.Parameter]], None],
+        gradients: GradientOwner,
         enter: Callable[[str], None],
     ) -> None:
         self.runner, self.axis = runner, axis
         self._gradient_axis = dataclasses.replace(axis, group=world.group) if axis.size == 2 else axis
-        self.take_gradients, self.enter = take_gradients, enter
+        self.gradients, self.enter = gradients, enter
 
     def axis_of(self, kind: Kind) -> Axis:
         """The ranks of the pipeline, with the group for messages of a kind."""
@@ -68,8 +69,10 @@ class Executor:
         """
         if trains:
             self.runner.begin(program, batches, losses)
+        program = without_backward_before(program, self.runner.chunks.first_trained)
         execution = _Execution(self, batches, losses, trains)
-        for action in without_backward_before(program, self.runner.chunks.first_trained):
+        execution.last = {action.chunk: action for action in program if action.kind in _BACKWARD}
+        for action in program:
             execution.execute(action)
         execution.finish()
         return execution.most_held
@@ -80,7 +83,10 @@ class _Execution:
 
     Attributes:
         most_held: the peak number of forward passes whose activations were held.
+        last: the last backward pass, or half of one, of each chunk.
     """
+
+    last: Mapping[int, Action]
 
     def __init__(self, executor: Executor, batches: Sequence[DeviceBatch], losses: StepLoss, trains: bool) -> None:
         self._executor, self._batches, self._losses, self._trains = executor, batches, losses, trains
@@ -136,21 +142,27 @@ class _Execution:
         key = action.chunk, action.micro_batch
         passed, gradient = self._alive.pop(key), self._gradient_after(key)
         self._executor.enter("backward")
+        if action == self.last[action.chunk]:
+            self._executor.gradients.begin_last(self._executor.runner.after_backward(action.chunk))
         self._store_gradient(key, passed.backward(gradient))
-        self._executor.take_gradients(self._executor.runner.after_backward(action.chunk))
+        self._take_gradients(action)
 
     def _input_backward(self, action: Action) -> None:
         key = action.chunk, action.micro_batch
         passed, gradient = self._alive.pop(key), self._gradient_after(key)
         self._executor.enter("backward")
         self._store_gradient(key, passed.backward_of_input(gradient))
-        self._executor.take_gradients(self._executor.runner.after_backward(action.chunk))
+        self._take_gradients(action)
         self._halved[key] = passed
 
     def _weight_backward(self, action: Action) -> None:
         self._executor.enter("backward")
         self._halved.pop((action.chunk, action.micro_batch)).backward_of_weights()
-        self._executor.take_gradients(self._executor.runner.after_backward(action.chunk))
+        self._take_gradients(action)
+
+    def _take_gradients(self, action: Action) -> None:
+        parameters = self._executor.runner.after_backward(action.chunk)
+        self._executor.gradients.accumulate(parameters, is_last=action == self.last[action.chunk])
 
     def _gradient_after(self, key: ChunkKey) -> torch.Tensor:
         if self._chunks.is_last(key[0]):

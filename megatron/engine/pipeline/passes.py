@@ -109,7 +109,8 @@ class PipelinePasses(Passes[OwningView]):
     ) -> None:
         super().connect(deepspeed, view, partial, tied, enter)
         runner = ChunkRunner(self._stack, self._chunks, splits_backward=self._settings.splits_backward)
-        self.executor = Executor(runner, self._mesh.pp, self._mesh.world, view.accumulate, enter)
+        view.send_in_backward()
+        self.executor = Executor(runner, self._mesh.pp, self._mesh.world, view, enter)
 
     def use_graphs(self, capturer: GraphCapturer) -> None:
         self.executor.runner = GraphedChunkRunner(self.executor.runner, capturer, accumulates=self._view.is_direct)
@@ -117,6 +118,8 @@ class PipelinePasses(Passes[OwningView]):
     def train(self, batches: Sequence[DeviceBatch], losses: StepLoss) -> None:
         """Runs this rank's program, reduces the gradients, and updates."""
         axis, settings = self._mesh.pp, self._settings
+        if isinstance(self.executor.runner, GraphedChunkRunner):
+            self._view.await_weights()
         schedule = build_schedule(settings.schedule, axis.size, settings.chunks_per_rank, len(batches))
         self.executor.run(schedule.actions[axis.rank], batches, losses, trains=True)
         self._enter("step")

@@ -6,7 +6,7 @@ stage and the generation tool all run the same `LayerStack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -36,6 +36,9 @@ class LayerKind(Enum):
     NORM = "norm"
     MULTI_TOKEN = "multi-token prediction"
     HEAD = "head"
+
+
+_SELF_CONTAINED = (LayerKind.EMBEDDING, LayerKind.BLOCK)  # layers that read only their own parameters
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,12 @@ class LayerStack(nn.Module):
         seed: seed of the initial parameter values; None leaves the matrices zero, for weights to be loaded.
         build: replaces `build_layer`, for callers that must do more.
         initial_values: the implementation that draws the values, which do not depend on it.
+
+    Attributes:
+        before_layer: called with the parameters that a layer is about to read; with None for all.
     """
+
+    before_layer: Callable[[Iterable[nn.Parameter] | None], None] | None = None
 
     def __init__(
         self,
@@ -109,7 +117,9 @@ class LayerStack(nn.Module):
         """
         layers = range(len(self._layers)) if layers is None else layers
         for index in layers:
-            _, layer = self._layers[index]
+            spec, layer = self._layers[index]
+            if self.before_layer is not None:  # layers after the blocks may share weights of others
+                self.before_layer(layer.parameters() if spec.kind in _SELF_CONTAINED else None)
             leaves_sum = self._leaves_sum[index] and index + 1 < layers.stop
             inputs = layer(inputs, context, leaves_sum=True) if leaves_sum else layer(inputs, context)
         return inputs  # type: ignore[no-any-return]

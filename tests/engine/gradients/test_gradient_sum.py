@@ -8,10 +8,12 @@ from torch import nn
 
 from megatron.engine.gradients import gradient_sum
 from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace
+from megatron.engine.gradients.direct_gradients import DirectGradients
+from megatron.engine.gradients.gradient_sum import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
+from megatron.parallel.messages import PendingMessage
 from tests.helpers.layouts import Layout
 from tests.helpers.ranks import run_ranks
 
@@ -29,10 +31,9 @@ def test_a_group_is_in_the_order_of_the_flat_tensor() -> None:
 
 def in_place(rank: int) -> list[list[float]]:
     """The averages of three parameters, one of which has no gradient, in buckets of at most five elements."""
-    gradient_sum._BUCKET_ELEMENTS = 5
     axis = open_mesh(Layout()).gradient
     parameters = [nn.Parameter(torch.zeros(size)) for size in (4, 3, 2)]
-    held = GradientsInPlace(parameters, lambda each: each is not parameters[0], Averaging(axis, torch.float32))
+    held = DirectGradients(parameters, lambda each: each is not parameters[0], Averaging(axis, torch.float32), 5)
     for step in range(2):
         for number, parameter in enumerate(parameters[:2]):
             (parameter * (number + 1.0 + rank)).sum().backward()
@@ -59,15 +60,15 @@ def test_a_tied_weight_is_summed_after_the_average_where_the_network_is(
     """Its part is in the memory of the host if the optimizer is offloaded."""
     sent: list[tuple[str, str, int]] = []
 
-    def scattered(values: torch.Tensor, axis: Axis) -> torch.Tensor:
+    def scattered(values: torch.Tensor, axis: Axis) -> PendingMessage:
         sent.append((axis.name, values.device.type, len(values)))
-        return values[axis.rank * len(values) // axis.size :][: len(values) // axis.size]
+        return PendingMessage(values[axis.rank * len(values) // axis.size :][: len(values) // axis.size], None, axis)
 
     def summed(values: torch.Tensor, axis: Axis) -> torch.Tensor:
         sent.append((axis.name, values.device.type, len(values)))
         return torch.full((len(values),), 3.0)
 
-    monkeypatch.setattr("megatron.engine.gradients.averaging.reduce_scatter_sum", scattered)
+    monkeypatch.setattr("megatron.engine.gradients.averaging.start_reduce_scatter_sum", scattered)
     monkeypatch.setattr(gradient_sum, "all_reduce_sum", summed)
     weights, ends = nn.Parameter(torch.zeros(4, device=network_on)), Axis("embedding", 0, 2, (0, 3))
     groups = [FlatGroup((weights,), (0,), 4)]

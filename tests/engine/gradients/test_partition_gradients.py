@@ -19,7 +19,6 @@ from tests.helpers.ranks import run_ranks
 
 SHAPES = (((3, 4), (5,), (2, 2, 2), (1,)), ((6,), (2, 3)))
 GAP = 3  # elements of padding after the second parameter of a group, as `parameter_alignment` leaves them
-BUCKETS = (1, 9, 1000)
 PASSES = 3
 
 
@@ -59,10 +58,10 @@ class _PutOff(torch.autograd.Function):
 
 
 def sums(rank: int) -> list[bool]:
-    """For each bucket size, with and without hooks: whether this rank's parts, and what it counts, are right."""
+    """With and without overlap, in and after backward: True if this rank's parts, and what it counts, are right."""
     axis = open_mesh(Layout()).gradient
     right = []
-    for bucket, early in itertools.product(BUCKETS, (False, True)):
+    for overlaps, early in itertools.product((False, True), repeat=2):
         groups = groups_of(torch.bfloat16)
         parameters = [each for group in groups for each in group.parameters]
         tied, uncounted = parameters[2], parameters[1]
@@ -72,11 +71,11 @@ def sums(rank: int) -> list[bool]:
             groups,
             lambda each, not_this=uncounted: each is not not_this,
             Averaging(axis, torch.bfloat16),
-            bucket,
+            overlaps=overlaps,
         )
         held.keep_whole([tied])
-        if early:
-            held.add_during_backward()
+        for each in parameters if early else ():
+            each.register_post_accumulate_grad_hook(lambda each, held=held: held.complete([each]))
         whole = [torch.zeros(group.length) for group in groups]
         counted = [torch.zeros(group.length, dtype=torch.bool) for group in groups]
         for step in range(PASSES):
@@ -90,7 +89,7 @@ def sums(rank: int) -> list[bool]:
                 put_off.grad, used = given[-1], []
             # a bucket that is complete was sent, and its gradients are gone
             assert early or all(each.grad is not None for each, _ in used)
-            assert not early or bucket > 1 or all(each.grad is None for each, _ in used if each is not tied)
+            assert not early or step != 0 or all(each.grad is None for each, _ in used if each is not tied)
             chunks = [parameters] if step == 0 else [parameters[3:], parameters[:3]]
             for chunk in chunks:
                 held.add(chunk)
@@ -121,7 +120,7 @@ def whole_sum(rank: int) -> float:
     axis = open_mesh(Layout()).gradient
     weights = torch.zeros(2, dtype=torch.bfloat16)
     group = FlatGroup.of([nn.Parameter(weights)], weights)
-    held = PartitionGradients([torch.zeros(1)], [group], lambda _: True, Averaging(axis, torch.bfloat16), 1000)
+    held = PartitionGradients([torch.zeros(1)], [group], lambda _: True, Averaging(axis, torch.bfloat16))
     held.keep_whole(group.parameters)
     for value in (256.0, 1.0):
         group.parameters[0].grad = torch.full_like(weights, value)
@@ -135,13 +134,13 @@ def test_sums_that_are_kept_whole_are_averaged_as_they_are() -> None:
 
 
 def test_each_rank_adds_its_part_of_every_pass() -> None:
-    assert run_ranks(sums, 2) == [[True, True] * 2 * len(BUCKETS)] * 2
+    assert run_ranks(sums, 2) == [[True, True] * 4] * 2
 
 
 def test_what_was_not_kept_whole_cannot_be_asked_for() -> None:
     groups = groups_of(torch.float32)
     averaging = Averaging(Axis.single("gradient"), torch.float32)
     parts = [torch.zeros(group.length) for group in groups]
-    held = PartitionGradients(parts, groups, lambda _: True, averaging, 1000)
+    held = PartitionGradients(parts, groups, lambda _: True, averaging)
     with pytest.raises(ValueError, match=r"\[3, 4\].*keep_whole"):
         held.of(groups[0].parameters[0])

@@ -60,8 +60,8 @@ def test_gradients_of_two_stages_do_not_take_turns_with_hidden_states(stages: in
     pipeline: Any
     mesh, world, pipeline = ParallelMesh.at(standard_axes(4, pp=stages), 0), object(), object()
     pp = dataclasses.replace(mesh.pp, group=pipeline)
-    runner: Any = None
-    one = executor.Executor(runner, pp, dataclasses.replace(mesh.world, group=world), print, print)
+    nothing: Any = None
+    one = executor.Executor(nothing, pp, dataclasses.replace(mesh.world, group=world), nothing, print)
     assert one.axis_of(Kind.SEND_FORWARD) is one.axis_of(Kind.RECEIVE_FORWARD) is pp
     for kind in (Kind.SEND_BACKWARD, Kind.RECEIVE_BACKWARD):
         assert one.axis_of(kind) == dataclasses.replace(pp, group=world if stages == 2 else pipeline)

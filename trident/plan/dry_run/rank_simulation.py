@@ -20,18 +20,23 @@ from megatron.config import RunConfig
 from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.pipelines import is_schedule_file
 from megatron.data.loader import Batch
+from megatron.engine.ds_config import buckets_of, deepspeed_config
 from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientsInPlace, GradientSum, Partial
+from megatron.engine.gradients.direct_gradients import DirectGradients
+from megatron.engine.gradients.gradient_owner import GradientOwner
+from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
+from megatron.engine.parameter_groups import parameter_groups
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks
 from megatron.engine.pipeline.executor import Executor
 from megatron.engine.stage_build import partial_parameters, tied_weights
-from megatron.engine.tensor_parts import is_block_matrix
+from megatron.engine.tensor_parts import is_block_matrix, is_partial
+from megatron.engine.weight_gathers import WeightGathers
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import Axis, ParallelMesh, build_mesh, requested_axes, requested_experts
@@ -44,7 +49,6 @@ from megatron.train.objectives import build_objective, step_settings
 from megatron.train.start_up.engine_opening import pipeline_settings
 from trident.plan.dry_run.programs import FlatShare, ProgramEntry, RankProgram
 from trident.plan.dry_run.recording import RECEIVE, SEND, RankMessage, RecordedMessages, RecordedTree, fake_world
-from trident.plan.memory import REDUCE_BUCKET
 
 _TIMEOUT = timedelta(minutes=1)
 # The messages of a pass by kind, chunk, and True for all micro-batches except the first.
@@ -111,17 +115,22 @@ class RankSimulation:
         )
         self._tied = tied_weights(network_layers(config.model, mesh), stack, mesh)
         self._has_matrices = config.optim.optimizer == MUON
+        self._buckets = buckets_of(deepspeed_config(config), mesh.gradient.size)
+        self._order = {id(parameter): index for index, parameter in enumerate(self._trained)}
         self._groups = self._flat_groups()
 
     def programs(self, batches: Sequence[int]) -> list[RankProgram]:
         """Simulates a step, an evaluation and a save."""
         config, mesh, rank = self._config, self._mesh, self._mesh.world.rank
         with self._recorded:
-            sums, partial = self._gradient_sum(), partial_parameters(self._stack)
-            sums.keep_whole(each for _, group in partial for each in group)
-            losses, start, passes = self._run_few_micro_batches(*self._few_micro_batches(), sums)
-            end = list(self._after_passes(sums, partial, losses))
-            evaluation = list(self._evaluation(batches[0], sums)) if config.evaluation.eval_iters else []
+            sums, clipping = self._gradient_sum(), Clipping(1.0, mesh.model, mesh.device)
+            # Messages that only the last pass starts are listed after it.
+            gradients = GradientOwner(sums, clipping, self._trained, overlaps=sums.sends_each_pass)
+            gradients.send_in_backward()
+            gradients.sum_over_ranks(partial_parameters(self._stack), self._tied)
+            losses, start, passes = self._run_few_micro_batches(*self._few_micro_batches(), gradients)
+            end = list(self._after_passes(gradients, losses))
+            evaluation = list(self._evaluation(batches[0], gradients)) if config.evaluation.eval_iters else []
             saved = list(self._save()) if config.saving.save is not None else []
         steps = [(*start, *self._expanded(self._program(batch), passes), *end) for batch in batches]
         weights = sum(each.numel() * each.element_size() for each in self._stack.parameters())
@@ -133,21 +142,18 @@ class RankSimulation:
         """The engine's gradient accumulator (`engine/deepspeed_internals/optimizer_views.py`)."""
         stage, averaging = self._config.parallel.effective_zero_stage, self._averaging
         if stage == 0:
-            return GradientsInPlace(self._trained, _all, averaging)
+            return DirectGradients(self._trained, _all, averaging, self._buckets.elements, is_partial)
         sizes = [group.length // (1 if stage == 1 else self._axis(group).size) for group in self._groups]
         buffers = [torch.empty(size, dtype=torch.float32, device="meta") for size in sizes]
         if stage == 1:
-            return MainGradients(buffers, self._groups, _all, averaging)
-        sums = PartitionGradients(buffers, self._groups, _all, averaging, REDUCE_BUCKET)
-        if sum(group.length for group in self._groups) > REDUCE_BUCKET:
-            sums.add_during_backward()
-        return sums
+            return MainGradients(buffers, self._groups, _all, averaging, order=self._order)
+        return PartitionGradients(buffers, self._groups, _all, averaging, self._order)
 
     def _axis(self, group: FlatGroup) -> Axis:
         return self._averaging.of(group.parameters[0]).axis
 
     def _run_few_micro_batches(
-        self, program: Program, count: int, sums: GradientSum, *, trains: bool = True
+        self, program: Program, count: int, gradients: GradientOwner, *, trains: bool = True
     ) -> tuple[StepLoss, list[ProgramEntry], _Passes]:
         """Runs a program; returns its losses, its messages before the first pass, and the messages of each kind of
         pass and chunk without those between stages.
@@ -166,7 +172,7 @@ class RankSimulation:
         self._hidden = math.prod(settings.hidden_shape(*given[0].shape))
         self._dtype = str(settings.dtype).removeprefix("torch.")
         self._stack.train(trains)
-        Executor(runner, mesh.pp, mesh.world, sums.add, self._enter).run(program, given, losses, trains=trains)
+        Executor(runner, mesh.pp, mesh.world, gradients, self._enter).run(program, given, losses, trains=trains)
         self._enter("")
         actions = (action for action in program if not action.kind.is_message)
         simulated = (messages for phase, messages in self._phases if phase in ("forward", "backward"))
@@ -214,14 +220,14 @@ class RankSimulation:
                 later = passes.get((action.kind, action.chunk, True), first)
                 yield from self._events(str(action), later if action.micro_batch else first)
 
-    def _evaluation(self, batch: int, sums: GradientSum) -> Iterator[ProgramEntry]:
+    def _evaluation(self, batch: int, gradients: GradientOwner) -> Iterator[ProgramEntry]:
         """The messages of an evaluation of one global batch."""
         pipeline, axis = pipeline_settings(self._config), self._mesh.pp
         few, program = (
             forward_programs(pipeline.schedule, axis.size, pipeline.chunks_per_rank, count)[axis.rank]
             for count in (1, self._micro_batches(batch))
         )
-        losses, start, passes = self._run_few_micro_batches(few, 1, sums, trains=False)
+        losses, start, passes = self._run_few_micro_batches(few, 1, gradients, trains=False)
         losses.totals.over_ranks(self._mesh)
         end = self._recorded.take()
         yield from (*start, *self._expanded(program, passes), *self._events("loss", end))
@@ -243,21 +249,18 @@ class RankSimulation:
         ends = self._mesh.world.rank, self._mesh.pp.ranks[action.peer or 0]
         return RankMessage(kind, ends, self._hidden, self._dtype)
 
-    def _after_passes(self, sums: GradientSum, partial: Partial, losses: StepLoss) -> Iterator[ProgramEntry]:
+    def _after_passes(self, gradients: GradientOwner, losses: StepLoss) -> Iterator[ProgramEntry]:
         """The messages after the passes: sums of gradients, norm, loss, and updated weights."""
-        mesh = self._mesh
-        for axis, parameters in partial:
-            sums.sum_over(axis, parameters)
-        sums.reduce(self._tied)
+        gradients.reduce()
         yield from self._events("gradients", self._recorded.take())
-        Clipping(1.0, mesh.model, mesh.device).norm(sums.counted, sums.divided_over)
-        losses.totals.over_ranks(mesh)
+        gradients.measure()
+        losses.totals.over_ranks(self._mesh)
         yield from self._events("norm and loss", self._recorded.take())
         yield from self._matrix_messages() if self._has_matrices else ()
-        for group in self._groups if self._config.parallel.effective_zero_stage else ():
-            if self._axis(group).size > 1:  # DeepSpeed's all-gather after the update
-                gathered = RankMessage("all-gather", self._axis(group).ranks, group.length, self._dtype)
-                yield ProgramEntry(gathered, "weights")
+        if 1 <= self._config.parallel.effective_zero_stage <= 2:
+            flats = [torch.empty(group.length, dtype=self._trained[0].dtype) for group in self._groups]
+            WeightGathers(flats, [*map(self._axis, self._groups)], self._groups, self._order, overlaps=False).start()
+            yield from self._events("weights", self._recorded.take())
 
     def _matrix_messages(self) -> Iterator[ProgramEntry]:
         """The all-to-alls that send Muon's matrices to their owners and back."""
@@ -300,17 +303,18 @@ class RankSimulation:
 
     def _flat_groups(self) -> list[FlatGroup]:
         """Parameters in the flat buffers of the optimizer's groups, padded to equal shards."""
-        members: dict[tuple[bool, ...], list[nn.Parameter]] = {}
-        for each in self._trained:
-            is_tied = any(each is weight for weight, _ in self._tied)
-            is_orthogonal = self._has_matrices and is_block_matrix(each)
-            key = not shard_spec_of(each).is_matrix, self._averaging.is_expert(each), is_orthogonal, is_tied
-            members.setdefault(key, []).append(each)
+
+        def kind_of(parameter: nn.Parameter) -> tuple[bool, ...]:
+            is_orthogonal = self._has_matrices and is_block_matrix(parameter)
+            return not shard_spec_of(parameter).is_matrix, self._averaging.is_expert(parameter), is_orthogonal
+
+        elements = self._buckets.elements if self._config.parallel.effective_zero_stage in (1, 2) else None
+        chunks, tied = self._chunks.numbers(self._stack), [weight for weight, _ in self._tied]
         groups = []
-        for _, group in sorted(members.items(), key=lambda item: item[0]):
-            starts = [0, *itertools.accumulate(each.numel() for each in group)]
-            ranks = self._averaging.of(group[0]).axis.size
-            groups.append(FlatGroup(tuple(group), tuple(starts[:-1]), -(-starts[-1] // ranks) * ranks))
+        for members in parameter_groups(self._trained, kind_of, self._mesh, tied, chunks, elements):
+            starts = [0, *itertools.accumulate(each.numel() for each in members)]
+            ranks = self._averaging.of(members[0]).axis.size
+            groups.append(FlatGroup(tuple(members), tuple(starts[:-1]), -(-starts[-1] // ranks) * ranks))
         return groups
 
     @staticmethod

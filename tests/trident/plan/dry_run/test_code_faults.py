@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.checkpoint import saving
-from megatron.engine.gradients.gradient_sum import GradientsInPlace
+from megatron.engine.gradients.direct_gradients import DirectGradients
 from megatron.model.interface.network import LayerStack
 from megatron.parallel.mesh import Axis
 from tests.trident.plan.dry_run.networks import EXPERTS, TP2_PP2, dry_run_of
@@ -54,7 +54,7 @@ def _keeps_its_size(send: Send, tensor: torch.Tensor, axis: Axis) -> torch.Tenso
 
 
 def _adds_a_barrier_to_later_micro_batches(
-    send: Send, sums: GradientsInPlace, parameters: Sequence[nn.Parameter]
+    send: Send, sums: DirectGradients, parameters: Sequence[nn.Parameter]
 ) -> None:
     if hasattr(sums, "is_later") and dist.get_rank() == 7:
         dist.barrier()
@@ -106,7 +106,7 @@ SAVED = ("--save", "x", "--save-interval", "3")
             r"save, rank 7, message 3 \(save\): all-reduce of 1 int64 \(max\) .*rank 0 has all-",
         ),
         (
-            *(GradientsInPlace, "add", _adds_a_barrier_to_later_micro_batches, ("--no-bf16", "--zero-stage", "0"), 8),
+            *(DirectGradients, "add", _adds_a_barrier_to_later_micro_batches, ("--no-bf16", "--zero-stage", "0"), 8),
             r"step 0, rank 7, message \d+ \(0B1\): barrier of ",
         ),
     ],
