@@ -84,7 +84,6 @@ def test_reasons_against_graphs(flags: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_torch_the_device_and_hooks_may_be_reasons_against_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refusal("", 1, "cpu") == "there is no GPU"
     assert "bf16.immediate_grad_update of --deepspeed_config" in refusal("--bf16", 1, by_hooks=True)
-    assert "a reduce_bucket_size in --deepspeed_config of at least" in refusal("--zero-stage 2", 1, by_hooks=True)
     monkeypatch.setattr(cuda_graphs, "has_varlen", lambda: False)
     reason = refusal("--attention-window 4 --kv-channels 8 --bf16", 1)
     assert reason.startswith("only torch's variable-length attention supports windows") and "torch 2.10" in reason

@@ -85,7 +85,7 @@ def sent_for_gradients(job: Job, layout: Layout, parameters: Parameters) -> tupl
     # ZeRO 0 and 1 reduce fp32 gradients once per step; 2 reduces gradients in the weights' dtype in every pass; 3 also
     # gathers the weights twice per pass. With half-precision weights, stage 0 is stage 1.
     k, passes, gathers = job.weight_bytes, layout.micro_batches, 2 + (layout.recompute == BLOCKS)
-    bytes_by_stage = 2 * k, _FP32 + k, (2 * passes + 1) * k, passes * (gathers + 1) * k
+    bytes_by_stage = 2 * k, _FP32 + k, (passes + 1) * k, passes * (gathers + 1) * k
     element_bytes = bytes_by_stage[layout.zero_stage(k)]
     copies = layout.expert_copies // layout.ep
     counts = (parameters.dense, layout.replicas), (parameters.experts, copies)

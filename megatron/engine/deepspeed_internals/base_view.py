@@ -65,9 +65,9 @@ class OptimizerView(ABC):
     def gradients(self) -> Iterator[torch.Tensor]:
         """All tensors with gradients at the start of the update; some share memory."""
 
+    @abstractmethod
     def refresh_weights(self) -> None:
         """Copies the fp32 weights to the network; collective. See `await_weights`."""
-        self._wrapper.update_lp_params()
 
     def await_weights(self, parameters: Iterable[nn.Parameter] | None = None) -> None:  # noqa: B027
         """Waits until the network's weights are those of the last update; all by default.

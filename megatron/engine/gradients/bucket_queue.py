@@ -71,6 +71,10 @@ class BucketQueue:
     def has_started(self, bucket: int) -> bool:
         return bucket in self._started
 
+    def is_sent(self, parameter: nn.Parameter) -> bool:
+        """Returns True if the parameter's bucket has started."""
+        return self._bucket_of[id(parameter)] in self._started
+
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Announces complete gradients, and starts the messages that can start; repeated parameters are ignored."""
         for parameter in parameters:
@@ -85,8 +89,8 @@ class BucketQueue:
         if bucket not in self._started:
             while self._is_full or any(running == bucket for running, _ in self._running):
                 self._running.popleft()[1]()
-            self._started.add(bucket)
             self._running.append((bucket, self._start_message(bucket)))
+            self._started.add(bucket)
             if self._in_flight == 0:
                 self.wait()
         while self._next < len(self._order) and self._order[self._next] in self._started:

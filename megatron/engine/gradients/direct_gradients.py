@@ -59,7 +59,7 @@ class DirectGradients(GradientSum):
         """Does nothing unless `before_add` is set: autograd accumulates."""
         if self.before_add is None:
             return
-        ready = [parameter for parameter in parameters if parameter.grad is not None]
+        ready = [each for each in parameters if each.grad is not None and not self._queue.is_sent(each)]
         self.before_add(ready)
         for parameter in ready:
             if id(parameter) in self._accumulated:

@@ -45,7 +45,7 @@ class GradientOwner:
         self._trained = trained
         self._partial: Partial = ()
         self._tied: Tied = ()
-        self._overlaps, self._in_last = overlaps, set[int]()
+        self._overlaps, self._is_in_last = overlaps, dict[int, bool]()  # by id; True after its hook
 
     def send_in_backward(self) -> None:
         """From now on, hooks send each bucket as soon as a backward pass has completed it; see `begin_last`."""
@@ -54,8 +54,15 @@ class GradientOwner:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        if self._sum.sends_each_pass or id(parameter) in self._in_last:
-            self._sum.complete((parameter,))  # type: ignore[arg-type]
+        if id(parameter) not in self._is_in_last and not self._sum.sends_each_pass:
+            return
+        if self._is_in_last.get(id(parameter)) and not self._sum.sends_each_pass:
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {list(parameter.shape)} was computed twice in a pass, the second "
+                "time after it had been sent. Use --no-overlap-grad-reduce."
+            )
+        self._is_in_last[id(parameter)] = True
+        self._sum.complete((parameter,))  # type: ignore[arg-type]
 
     def begin(self, passes: int) -> None:
         """Announces the number of backward passes of a step: with one, gradients need no accumulation."""
@@ -67,7 +74,7 @@ class GradientOwner:
         Not for a pass in halves, whose hooks run before gradients are complete.
         """
         if self._overlaps:
-            self._in_last.update(map(id, self._trained if parameters is None else parameters))
+            self._is_in_last.update(dict.fromkeys(map(id, self._trained if parameters is None else parameters), False))
 
     def accumulate(self, parameters: Sequence[nn.Parameter] | None = None, *, is_last: bool = False) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
@@ -107,7 +114,7 @@ class GradientOwner:
         for axis, parameters in self._partial:
             self._sum.sum_over(axis, parameters)
         self._sum.reduce(self._tied)
-        self._in_last.clear()
+        self._is_in_last.clear()
 
     def measure(self, loss_scale: LossScale | None = None) -> torch.Tensor:
         """The global norm of the reduced gradients, without the loss scale; collective.

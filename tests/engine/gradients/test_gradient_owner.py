@@ -32,7 +32,11 @@ def owned(limit: float) -> tuple[GradientOwner, torch.optim.Optimizer, list[nn.P
     averaging = Averaging(MESH.gradient, torch.float32)
     gradients = MainGradients([torch.zeros(6)], [group], lambda _: True, averaging)
     optimizer = torch.optim.SGD([master], lr=RATE)
-    return GradientOwner(gradients, Clipping(limit, MESH.model, MESH.device), parameters), optimizer, parameters
+    return (
+        GradientOwner(gradients, Clipping(limit, MESH.model, MESH.device), parameters, overlaps=True),
+        optimizer,
+        parameters,
+    )
 
 
 def step(limit: float, scale: float) -> tuple[float, torch.Tensor, torch.Tensor]:

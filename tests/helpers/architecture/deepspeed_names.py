@@ -42,6 +42,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "every call of its step is to update": ("set_gradient_accumulation_boundary",),
         "it clears gradients, which are freed here, nowhere else": ("zero_grad",),
         "float16 is known": ("fp16_enabled",),
+        "the order of the network's parameters is known": ("module",),
     },
     _ENGINE_MODULE: {
         "optimizers that know of experts stand in for its own": ("BF16_Optimizer", "DeepSpeedZeroOptimizer"),
@@ -70,12 +71,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "the network's float32 weights are updated in place unless the optimizer is offloaded": ("cpu_offload",),
         "its hooks, which would average gradients, are removed": ("_grad_acc_hooks",),
-        "gradients are added up in the dtype and sent in the buckets of the settings": (
-            *("gradient_accumulation_dtype", "reduce_bucket_size"),
-        ),
+        "gradients are added up in the dtype of the settings": ("gradient_accumulation_dtype",),
         "the norm of a step is reported": ("_global_grad_norm",),
         "the loss scale is the one of the settings": ("loss_scaler",),
-        "its step is replaced, and updated weights are gathered": ("step", "update_lp_params"),
+        "its step is replaced": ("step",),
         "it is told of experts when it is made": (
             *("expert_data_parallel_group", "expert_parallel_group", "has_moe_layers"),
         ),

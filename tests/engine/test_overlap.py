@@ -1,0 +1,110 @@
+"""Messages of data-parallel ranks start while passes run, in buckets, and change no number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.engine.engine import Engine
+from megatron.engine.gradients import averaging
+from megatron.parallel.joining import open_mesh
+from megatron.train.start_up.engine_opening import build_engine
+from tests.engine.engine_runs import BF16, CHUNKS, train
+from tests.helpers.ranks import run_ranks
+from tests.parity.layouts import layout_config
+from tests.parity.reference import Recipe
+
+RECIPE = dataclasses.replace(Recipe(), num_layers=8, steps=3, hidden_size=16)
+SMALL = ["--ddp-bucket-size", "2000"]
+Start = Callable[..., Any]
+# tp, pp, dp; ZeRO stage; flags
+RUNS: dict[str, tuple[tuple[int, int, int], int, list[str]]] = {
+    "ZeRO 0": ((1, 1, 2), 0, []),
+    "ZeRO 1": ((1, 1, 2), 1, BF16),
+    "ZeRO 2": ((1, 1, 2), 2, BF16),
+    "ZeRO 1, 4 ranks": ((1, 1, 4), 1, []),
+    "ZeRO 1, stages": ((1, 2, 2), 1, []),
+    "ZeRO 1, chunks": ((1, 2, 2), 1, ["--pipeline-schedule", "interleaved"]),
+    "ZeRO 2, split backward": ((1, 2, 2), 2, [*CHUNKS[:2], *BF16]),
+    "ZeRO 1, split tokens": ((2, 1, 2), 1, ["--sequence-parallel"]),
+}
+
+
+@dataclasses.dataclass
+class Observed:
+    """What one rank did in the last of its steps, and where all of them led.
+
+    Attributes:
+        early: share of the bytes of gradients sent before the last gradient was computed.
+        waiting: weights' buckets in transit when each layer of the next forward pass began.
+        weights: after the last step.
+    """
+
+    early: float
+    waiting: list[int]
+    norms: list[float]
+    weights: list[torch.Tensor]
+
+
+def observe(rank: int, layout: tuple[int, int, int], stage: int, flags: list[str]) -> Observed:
+    """Trains some steps and records when messages start."""
+    config = layout_config(RECIPE, layout, stage, flags)
+    engine = build_engine(config, open_mesh(config.parallel))
+    events: list[tuple[str, int]] = []
+
+    def recorded(start: Start) -> Start:
+        def start_recorded(tensor: torch.Tensor, *given: Any) -> Any:
+            events.append(("message", tensor.numel()))
+            return start(tensor, *given)
+
+        return start_recorded
+
+    for name in ("start_reduce_scatter_sum", "start_all_reduce_sum"):
+        setattr(averaging, name, recorded(getattr(averaging, name)))
+    for parameter in engine.parameters():
+        parameter.register_hook(lambda _: events.append(("gradient", 0)))
+    waiting, norms = [], []
+    for step in range(RECIPE.steps):
+        events.clear()
+        waiting = watch_layers(engine)
+        train(engine, config, step, step + 1, RECIPE)
+        norms.append(float(engine.view.norm()))
+    last = max(index for index, (kind, _) in enumerate(events) if kind == "gradient")
+    sizes = [(index < last, size) for index, (kind, size) in enumerate(events) if kind == "message"]
+    early = sum(size for is_early, size in sizes if is_early) / sum(size for _, size in sizes)
+    return Observed(early, waiting, norms, [parameter.detach().clone() for parameter in engine.parameters()])
+
+
+def watch_layers(engine: Engine) -> list[int]:
+    """The buckets in transit at each layer of the coming step."""
+    counts: list[int] = []
+    gathers = getattr(engine.view, "_gathers", None)
+
+    def before_layer(parameters: Any) -> None:
+        engine.view.await_weights(parameters)
+        counts.append(0 if gathers is None else len(gathers._pending))
+
+    engine.stack.before_layer = before_layer
+    return counts
+
+
+@pytest.mark.parametrize(("layout", "stage", "flags"), RUNS.values(), ids=RUNS)
+def test_most_gradients_are_sent_before_the_last_one_exists(
+    layout: tuple[int, int, int], stage: int, flags: list[str]
+) -> None:
+    size = layout[0] * layout[1] * layout[2]
+    overlapped = run_ranks(observe, size, layout, stage, [*flags, *SMALL])
+    blocking = run_ranks(observe, size, layout, stage, [*flags, *SMALL, "--no-overlap-grad-reduce"])
+    whole = run_ranks(observe, size, layout, stage, [*flags, "--no-overlap-grad-reduce"])
+    for ours, plain, one in zip(overlapped, blocking, whole, strict=True):
+        assert ours.norms == plain.norms and all(map(torch.equal, ours.weights, plain.weights))
+        assert ours.norms == pytest.approx(one.norms, rel=1e-6)
+        assert ours.early >= 0.8
+        assert stage == 2 or plain.early == 0
+        if stage:
+            assert ours.waiting[0] > 1 and ours.waiting == sorted(ours.waiting, reverse=True)
+            assert set(plain.waiting) == {0}
