@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 
 from docs.site.layout_survey import AXES
@@ -19,7 +17,7 @@ from tests.parity.switches import SWITCHES
 
 RANKS = (2, 4)
 LAYERS = 3  # the number of entries of lists in `SWITCHES` that have one for each block
-BUCKETS_ELEMENTS = (300, 2000, 9000)  # of networks of 20,000 to 100,000 values
+BUCKETS_ELEMENTS = ("300", "2000", "9000")  # of networks of 20,000 to 100,000 values
 # What changes a layout and not what is learned.
 AXES_OF_LAYOUTS = ("pipeline", "ZeRO", "tensor parallelism", "sequences", "recompute", "optimizer state")
 # The default is so small that Adam takes the sign of gradients that are rounding alone.
@@ -54,7 +52,6 @@ class Case:
         model: the name of the architecture.
         words: flags of one process as well.
         layout: flags of the layout.
-        bucket_elements: `reduce_bucket_size` in the layout, if not DeepSpeed's.
         skipped_step: the step that is skipped because its gradients are NaN.
     """
 
@@ -64,18 +61,15 @@ class Case:
     words: tuple[str, ...]
     ranks: int
     layout: tuple[str, ...]
-    bucket_elements: int | None
     skipped_step: int | None
 
-    def config(self, folder: Path, *, is_alone: bool) -> RunConfig:
+    def config(self, *, is_alone: bool) -> RunConfig:
         """The resolved configuration of the layout, or of one process.
 
         Raises:
             ConfigError: it cannot be trained.
         """
         words = [*self.words, *([] if is_alone else self.layout)]
-        if self.bucket_elements is not None and not is_alone:
-            words += ["--deepspeed_config", str(_bucket_file(folder, self.bucket_elements))]
         ranks = 1 if is_alone else self.ranks
         machine = Machine(device_type="cpu", world_size=ranks, supports_fp16=False, supports_bf16=True)
         config = layout_config(self.recipe, (1, 1, ranks), 0 if is_alone else 1, words, machine)
@@ -102,32 +96,21 @@ class Case:
         """A description from which the case can be run again."""
         parts = (*self.words, "|", *self.layout, "| ranks", self.ranks, "layers", self.recipe.num_layers)
         more = f"micro batch {self.recipe.micro_batch_size} of {self.recipe.global_batch_size}"
-        rest = f"bucket {self.bucket_elements}, skipped step {self.skipped_step}"
+        rest = f"skipped step {self.skipped_step}"
         return f"seed {self.seed}, {self.model}: {' '.join(map(str, parts))}, {more}, {rest}"
 
 
-def draw(seed: int, folder: Path) -> Case:
-    """The case of a seed.
-
-    Args:
-        folder: for the files that flags name, written here: ranks only read them.
-    """
-    for elements in BUCKETS_ELEMENTS:
-        content = {"zero_optimization": {"reduce_bucket_size": elements}}
-        _bucket_file(folder, elements).write_text(json.dumps(content))
+def draw(seed: int) -> Case:
+    """The case of a seed."""
     random = Random(seed)
     while True:
         case = _drawn(random, seed)
         try:
-            case.config(folder, is_alone=False)
-            case.config(folder, is_alone=True)
+            case.config(is_alone=False)
+            case.config(is_alone=True)
         except ConfigError:
             continue
         return case
-
-
-def _bucket_file(folder: Path, elements: int) -> Path:
-    return folder / f"buckets_{elements}.json"
 
 
 def _drawn(random: Random, seed: int) -> Case:
@@ -166,6 +149,10 @@ def _drawn(random: Random, seed: int) -> Case:
         layout += random.choice(([], ["--expert-tensor-parallel-size", "1"]))
     if random.random() < 0.3:
         layout.append("--no-gradient-accumulation-fusion")
+    if random.random() < 0.6:
+        layout += ["--ddp-bucket-size", random.choice(BUCKETS_ELEMENTS)]
+    if random.random() < 0.1:
+        layout.append("--no-overlap-grad-reduce")
     return Case(
         seed,
         recipe,
@@ -173,7 +160,6 @@ def _drawn(random: Random, seed: int) -> Case:
         tuple(words),
         random.choice(RANKS),
         tuple(layout),
-        random.choice(BUCKETS_ELEMENTS) if random.random() < 0.6 else None,
         1 if is_skipped else None,
     )
 

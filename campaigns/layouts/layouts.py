@@ -22,7 +22,7 @@ def run_cases(plan: Plan) -> Iterator[Result]:
     """Trains random combinations, a few at a time."""
     for first in range(0, len(plan.numbers), _AT_ONCE):
         seeds = [10_000 * plan.seed + number for number in plan.numbers[first : first + _AT_ONCE]]
-        yield from results_of([draw(seed, plan.folder) for seed in seeds], plan.folder)
+        yield from results_of([draw(seed) for seed in seeds], plan.folder)
 
 
 def results_of(cases: Sequence[Case], folder: Path) -> Iterator[Result]:

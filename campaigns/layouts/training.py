@@ -75,7 +75,7 @@ def train(rank: int, cases: list[Case], folder: Path, is_alone: bool) -> list[Ou
             if rank == 0:
                 (folder / RUNNING).write_text(str(case.seed))
             try:
-                outcomes[case.seed] = _outcome(case, folder, is_alone)
+                outcomes[case.seed] = _outcome(case, is_alone)
             except ConfigError as refusal:
                 outcomes[case.seed] = Outcome(str(refusal))
             except Exception as failure:
@@ -83,8 +83,8 @@ def train(rank: int, cases: list[Case], folder: Path, is_alone: bool) -> list[Ou
     return [outcomes[case.seed] for case in cases]
 
 
-def _outcome(case: Case, folder: Path, is_alone: bool) -> Outcome:
-    config = case.config(folder, is_alone=is_alone)
+def _outcome(case: Case, is_alone: bool) -> Outcome:
+    config = case.config(is_alone=is_alone)
     mesh = open_mesh(config.parallel)
     freezing = find_freezing(config.finetuning, config.loading, network_layers(config.model, mesh), mesh, None)
     engine = build_engine(config, mesh, freezing)

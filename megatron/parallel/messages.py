@@ -171,6 +171,18 @@ def start_reduce_scatter_sum(tensor: torch.Tensor, axis: Axis) -> PendingMessage
     return PendingMessage(part, work, axis, COLLECTIVE)
 
 
+def start_exchange(tensor: torch.Tensor, axis: Axis) -> PendingMessage:
+    """Starts to receive this rank's part of `tensor` from every rank, in the order of the axis.
+
+    Shapes: `[n]` with `n` a multiple of the axis's size `r`; the result, of `r` parts, `[n]`.
+    """
+    if axis.size == 1:
+        return PendingMessage(tensor, None, axis, COLLECTIVE)
+    received = torch.empty_like(tensor)
+    work = dist.all_to_all_single(received, tensor, group=axis.group, async_op=True)
+    return PendingMessage(received, work, axis, COLLECTIVE)
+
+
 def start_all_gather(tensor: torch.Tensor, axis: Axis) -> PendingMessage:
     """Starts to overwrite the parts of the other ranks in `tensor`, which has this rank's part in its place.
 

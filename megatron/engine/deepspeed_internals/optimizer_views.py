@@ -64,7 +64,7 @@ class OwningView(GradientOwner, OptimizerView):
         grouped = {id(parameter) for group in self.groups() for parameter in group}
         trained = [parameter for parameter in engine.module.parameters() if id(parameter) in grouped]
         factor = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0
-        how = (engine.communication_data_type, None if factor == 1.0 else factor)
+        how = (engine.communication_data_type, None if factor == 1.0 else factor, buckets.exchanged_dtype)
         averaging = Averaging(mesh.gradient, *how)
         if any(map(is_expert, trained)):
             experts = Averaging(mesh.expert_gradient, *how, copies=mesh.gradient.size)
@@ -125,7 +125,7 @@ class DirectView(OwningView):
     is_direct = True
 
     def _new_sum(self, trained: Sequence[nn.Parameter], averaging: Averaging) -> GradientSum:
-        elements, overlaps = self._buckets
+        elements, overlaps, _ = self._buckets
         return DirectGradients(trained, is_measured, averaging, elements, is_partial, overlaps=overlaps)
 
     def groups(self) -> Sequence[Sequence[nn.Parameter]]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.parallel.mesh import Axis
-from megatron.parallel.messages import PendingMessage, start_all_reduce_sum, start_reduce_scatter_sum
+from megatron.parallel.messages import PendingMessage, start_all_reduce_sum, start_exchange, start_reduce_scatter_sum
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Averaging:
     Attributes:
         axis: the ranks that sum.
         dtype: of the messages (`communication_data_type`).
+        exchanged_dtype: of the messages that give each rank its part, if ranks exchange parts and sum what they receive
+            in float32; None if the network sums, in `dtype`.
         predivide_factor: the divisor before the sum; None for the whole divisor.
         copies: the whole divisor, if not the size of the axis: an expert's gradient on one rank comes from the tokens
             of several ranks.
@@ -33,6 +35,7 @@ class Averaging:
     axis: Axis
     dtype: torch.dtype
     predivide_factor: float | None = None
+    exchanged_dtype: torch.dtype | None = None
     copies: int | None = None
     experts: Averaging | None = None
     is_expert: Callable[[nn.Parameter], bool] = lambda _: False
@@ -62,6 +65,9 @@ class Averaging:
         """
         if self._is_alone:
             return PendingAverage(PendingMessage(gradients, None, self.axis))
+        if self.exchanged_dtype is not None:
+            received = start_exchange(gradients.to(self.exchanged_dtype), self.axis)
+            return PendingAverage(received, self._count, self.axis.size)
         # float32 cannot overflow, so only the part is divided, which saves a pass over all gradients.
         first = 1.0 if self.dtype is torch.float32 else float(self._count)
         divisor = first if self.predivide_factor is None else self.predivide_factor
@@ -85,12 +91,16 @@ class PendingAverage(NamedTuple):
     Attributes:
         message: the sum of what ranks have already divided.
         divisor: the divisor of the sum.
+        parts: the number of parts that the message consists of, whose sum is still to be computed.
     """
 
     message: PendingMessage
     divisor: float = 1.0
+    parts: int = 1
 
     def wait(self) -> torch.Tensor:
         """Waits for the message and returns the average."""
         total = self.message.wait()
+        if self.parts > 1:
+            total = total.view(self.parts, -1).sum(0, dtype=torch.float32)
         return total if self.divisor == 1.0 else total.div_(self.divisor)

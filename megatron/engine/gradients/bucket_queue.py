@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 Finish = Callable[[], None]
@@ -17,10 +18,12 @@ class Buckets(NamedTuple):
     Attributes:
         elements: the size at which a bucket is complete.
         overlap: messages run under computation.
+        exchanged_dtype: see `Averaging`.
     """
 
     elements: int
     overlap: bool = True
+    exchanged_dtype: torch.dtype | None = None
 
 
 class BucketQueue:

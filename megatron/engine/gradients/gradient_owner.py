@@ -58,8 +58,8 @@ class GradientOwner:
             return
         if self._is_in_last.get(id(parameter)) and not self._sum.sends_each_pass:
             raise RuntimeError(
-                f"the gradient of a parameter of shape {list(parameter.shape)} was computed twice in a pass, the second "
-                "time after it had been sent. Use --no-overlap-grad-reduce."
+                f"the gradient of a parameter of shape {list(parameter.shape)} was computed twice in a pass, the "
+                "second time after it had been sent. Use --no-overlap-grad-reduce."
             )
         self._is_in_last[id(parameter)] = True
         self._sum.complete((parameter,))  # type: ignore[arg-type]
