@@ -135,15 +135,14 @@ class Job:
         """Parameters of a block on a rank."""
         model, tp = self.model, layout.tp
         hidden, attention = model.hidden_size, attention_matrices(model, tp)
-        whole = self.block_costs[index]
+        rest = self.block_costs[index].parameters - attention_matrices(model)
         if not model.has_experts(index):
-            feed_forward = self._feed_forward
-            rest = whole.parameters - self._attention - feed_forward
-            return Parameters(attention + feed_forward // tp + rest)
+            feed_forward = hidden * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+            return Parameters(attention + feed_forward // tp + rest - feed_forward)
         everything, expert = experts_cost(model, index), expert_parameters(model)
         routed = model.experts_of(index) * expert
         others = everything.parameters - routed - model.experts_of(index) * hidden
-        rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
+        rest -= everything.parameters - model.experts_of(index) * hidden
         return Parameters(
             attention + others // tp + rest, routed // (layout.ep if layout.keeps_experts_whole else tp * layout.ep)
         )
@@ -165,15 +164,6 @@ class Job:
             if is_copy or model.untie_embeddings_and_output_weights:
                 dense += model.padded_vocab_size * model.hidden_size // layout.tp
         return Parameters(dense)
-
-    @property
-    def _attention(self) -> int:
-        return attention_matrices(self.model)
-
-    @property
-    def _feed_forward(self) -> int:
-        model = self.model
-        return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
 
     def _joining(self, tp: int) -> int:
         """Parameters of a multi-token prediction depth outside its block: a projection and three norms."""
