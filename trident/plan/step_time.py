@@ -59,17 +59,18 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     ends, share = job.ends_parameters(layout, stage), job.blocks_parameters(layout, stage)
     sent = sent_in_step(job, layout, costs.placement, rank)
     cluster, device = job.cluster, job.cluster.device
-    stages = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
-    reach = cluster.bandwidth(layout.expert_copies, 1 if layout.keeps_experts_whole else layout.tp)
-    parts["gradients and weights"] = sent["dp"] / cluster.bandwidth(layout.replicas, layout.tp)
+    stages = cluster.link_bandwidth(layout.pp, cluster.devices // layout.pp)
+    stride = layout.ep * (1 if layout.keeps_experts_whole else layout.tp)
+    reach = cluster.bus_bandwidth(layout.expert_copies // layout.ep, stride)
+    parts["gradients and weights"] = sent["dp"] / cluster.bus_bandwidth(layout.replicas, layout.tp)
     parts["gradients and weights"] += sent["dp of experts"] / reach + sent["embedding"] / stages
     kept = ends.total * (_FP32 + job.end_state_bytes) + share.total * (_FP32 + job.block_state_bytes)
     divided = layout.replicas if layout.zero_stage(job.weight_bytes) else 1
     moved = (2 * kept + _UPDATE_BYTES * (ends + share).total) / divided
     parts["update"] = (moved + _GRADIENT_BYTES * (ends + share).total) / device.memory_bandwidth
     if job.is_orthogonalized:
-        parts["matrix messages"] = sent["dp of matrices"] / cluster.bandwidth(layout.replicas, layout.tp)
-        parts["matrix messages"] += sent["tp of matrices"] / cluster.bandwidth(layout.tp, 1)
+        parts["matrix messages"] = sent["dp of matrices"] / cluster.link_bandwidth(layout.replicas, layout.tp)
+        parts["matrix messages"] += sent["tp of matrices"] / cluster.link_bandwidth(layout.tp, 1)
     again = 1 / 3 if layout.recompute == BLOCKS else 0.0
     launched = layout.micro_batches * len(stage.blocks) * (1 + again)
     host = launched * device.host_seconds_per_layer + device.host_seconds_per_step
@@ -153,12 +154,13 @@ def _messages(job: Job, layout: Layout, stage: Stage, attention: float) -> dict[
     if layout.tp > 1:
         calls = len(blocks) * (4 + 2 * (layout.recompute == BLOCKS))
         calls *= 2 if layout.splits_sequence else 1
-        parts["tensor messages"] = _seconds(sent["tp"] / passes, cluster.bandwidth(layout.tp, 1), calls * latency)
+        parts["tensor messages"] = _seconds(sent["tp"] / passes, cluster.bus_bandwidth(layout.tp, 1), calls * latency)
     if layout.sequence > 1:
-        ring = _seconds(sent["cp"] / passes, cluster.bandwidth(layout.sequence, layout.tp), len(blocks) * 6 * latency)
+        reach = cluster.link_bandwidth(layout.sequence, layout.tp)
+        ring = _seconds(sent["cp"] / passes, reach, len(blocks) * 6 * latency)
         parts["sequence messages"] = max(0.0, ring - attention) if layout.ulysses == 1 else ring
     if layout.ep > 1:
-        reach = cluster.bandwidth(layout.ep, 1 if layout.keeps_experts_whole else layout.tp)  # neighbours
+        reach = cluster.link_bandwidth(layout.ep, 1 if layout.keeps_experts_whole else layout.tp)  # neighbours
         parts["expert messages"] = _seconds(sent["ep"] / passes, reach, len(blocks) * 4 * latency)
     return parts
 
