@@ -67,6 +67,8 @@ class Job:
         offloads_optimizer: the optimizer state is in host memory.
         head_share: fraction of the tokens that pass through the head.
         division: of the blocks over pipeline chunks.
+        overlaps_messages: with ZeRO 0 to 2, messages of gradients and weights are sent during computation.
+        bucket_size: gradients per message; by default 40 million, with many ranks 1 million for each.
     """
 
     model: ModelConfig
@@ -81,6 +83,8 @@ class Job:
     offloads_optimizer: bool = False
     head_share: float = 1.0
     division: Division = BY_COST
+    overlaps_messages: bool = True
+    bucket_size: int | None = None
 
     @property
     def tokens(self) -> int:

@@ -146,6 +146,7 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         offloads_optimizer=config.parallel.offloads_optimizer,
         head_share=config.head_share,
         division=Division.of(request.parallel),
+        overlaps_messages=not config.parallel.offloads_optimizer,  # DeepSpeed's partitioned optimizer sends in the end
     )
 
 

@@ -2,8 +2,9 @@
 
 Matrix products run at a fraction of the device's peak that falls with their smallest side, all other operations at a
 fraction of its memory bandwidth; the host may be slower than both. Messages take the bytes of a ring collective over
-the slowest link of their axis. Two kinds overlap with computation: the blocks of ring attention, and sends between
-stages, except for the first micro-batch on its way to the last stage and back.
+the slowest link of their axis. Three kinds overlap with computation: the blocks of ring attention; sends between
+stages, except for the first micro-batch on its way to the last stage and back; and with ZeRO 0 to 2 buckets of
+gradients and weights. Computation is as fast as without them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
-from trident.plan.job import Job, Stage
+from trident.plan.job import Job, Parameters, Stage
 from trident.plan.layouts import BLOCKS, Layout, costs_of_schedule
 from trident.plan.memory import local_tokens
-from trident.plan.messages import boundary_bytes, sent_in_passes, sent_in_step
+from trident.plan.messages import boundary_bytes, bucket_count, bytes_per_parameter, sent_in_passes, sent_in_step
 
 _FP32 = 4
 _BACKWARD = 2.0  # matrix products of a backward pass, relative to the forward pass
@@ -24,6 +25,7 @@ _ATTENTION_BACKWARD = 2.5  # fused attention recomputes the scores
 # Bytes that an update moves per updated parameter besides weight and optimizer state: the gradient and a half-precision
 # copy. And per parameter of a rank: accumulating the gradients, norm and clipping.
 _UPDATE_BYTES, _GRADIENT_BYTES = 6.0, 14.0
+_COMPUTATION = ("products", "attention", "memory traffic")
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,9 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     sent = sent_in_step(job, layout, costs.placement, rank)
     cluster, device = job.cluster, job.cluster.device
     stages = cluster.link_bandwidth(layout.pp, cluster.devices // layout.pp)
-    stride = layout.ep * (1 if layout.keeps_experts_whole else layout.tp)
-    reach = cluster.bus_bandwidth(layout.expert_copies // layout.ep, stride)
-    parts["gradients and weights"] = sent["dp"] / cluster.bus_bandwidth(layout.replicas, layout.tp)
-    parts["gradients and weights"] += sent["dp of experts"] / reach + sent["embedding"] / stages
+    computing = sum(slowest.parts[name] for name in _COMPUTATION)
+    parts["gradients and weights"] = _exposed_messages(job, layout, ends + share, sent, computing)
+    parts["gradients and weights"] += sent["embedding"] / stages
     kept = ends.total * (_FP32 + job.end_state_bytes) + share.total * (_FP32 + job.block_state_bytes)
     divided = layout.replicas if layout.zero_stage(job.weight_bytes) else 1
     moved = (2 * kept + _UPDATE_BYTES * (ends + share).total) / divided
@@ -86,6 +87,34 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     return StepTime(parts, {axis: count for axis, count in sent.items() if count}, idle)
 
 
+def exposed_seconds(sending: float, computing: float, buckets: int) -> float:
+    """Time that messages of gradients add to the backward pass, and messages of weights to the forward pass.
+
+    Buckets are equal and sent one after the other. Each part of a backward pass completes a bucket of gradients; each
+    part of a forward pass requires a bucket of weights, which is the same in reverse.
+    """
+    return max(sending / buckets, sending - computing * (1 - 1 / buckets)) if buckets else 0.0
+
+
+def _exposed_messages(
+    job: Job, layout: Layout, parameters: Parameters, sent: Mapping[str, float], computing: float
+) -> float:
+    """Time that a step's messages of gradients and weights add to it, if a micro-batch computes for `computing`."""
+    cluster, stage, repeated = job.cluster, layout.zero_stage(job.weight_bytes), layout.recompute == BLOCKS
+    stride = layout.ep * (1 if layout.keeps_experts_whole else layout.tp)
+    sending = sent["dp"] / cluster.bus_bandwidth(layout.replicas, layout.tp)
+    sending += sent["dp of experts"] / cluster.bus_bandwidth(layout.expert_copies // layout.ep, stride)
+    if stage == 3 or not job.overlaps_messages:
+        return sending
+    # Gradients under the last backward pass, with ZeRO 2 under each; weights under the first forward pass.
+    sizes, buckets = bytes_per_parameter(job, layout), bucket_count(job, layout, parameters)
+    gradients, weights = (sending * size / sum(sizes) for size in sizes)
+    forward, waiting = computing / (1 + _BACKWARD + repeated), buckets * cluster.links.latency
+    passes = layout.micro_batches if stage == 2 else 1
+    exposed = passes * exposed_seconds(gradients / passes + waiting, computing - forward, buckets)
+    return exposed + (exposed_seconds(weights + waiting, forward, buckets) if weights else 0.0)
+
+
 def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
     """Time of a micro-batch on a stage, forward and backward."""
     device, model, blocks = job.cluster.device, job.model, stage.blocks
@@ -103,7 +132,7 @@ def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
     attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job, layout))
     traffic = _traffic(job, layout, blocks) * (1 + again / 2.5) + (head / model.hidden_size * 2 * job.weight_bytes)
     others = traffic / (device.memory_bandwidth * device.traffic_share)
-    computed = {"products": matrices, "attention": attention, "memory traffic": others}
+    computed = dict(zip(_COMPUTATION, (matrices, attention, others), strict=True))
     return StepTime({**computed, **_messages(job, layout, stage, attention)})
 
 
