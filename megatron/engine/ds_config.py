@@ -8,6 +8,7 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.config.files.deepspeed_file import OFFLOADED_WEIGHTS, offloaded_ratio, read_settings
 from megatron.config.files.deepspeed_table import governing_flags
+from megatron.config.sections.parallel import default_bucket_elements
 from megatron.engine.gradients.bucket_queue import Buckets
 
 # DeepSpeed has no setting for "never print".
@@ -16,9 +17,6 @@ _NEVER_PRINT_STEPS = 2**31 - 1
 # Elements of a sub-group for partial offload, if the DeepSpeed file sets no size: DeepSpeed's default of 1e9 often
 # results in a single sub-group.
 SUB_GROUP_SIZE = 2**24
-
-# Elements of a bucket by default, and of each rank's part of it: smaller messages do not use the network's bandwidth.
-LEAST_BUCKET, LEAST_BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
 def deepspeed_config(config: RunConfig) -> dict[str, Any]:
@@ -49,15 +47,11 @@ def deepspeed_config(config: RunConfig) -> dict[str, Any]:
 def buckets_of(settings: Mapping[str, Any], ranks: int) -> Buckets:
     """The buckets of gradients and weights, with ZeRO 0 to 2.
 
-    By default, they grow with the number of data-parallel ranks, which divide each of them.
-
     Args:
-        ranks: number of data-parallel ranks.
-
-    Source: the default size is Megatron-LM's, `core/distributed/distributed_data_parallel.py`.
+        ranks: number of data-parallel ranks, which divide each bucket.
     """
     zero = settings["zero_optimization"]
-    elements = int(zero.get("reduce_bucket_size", max(LEAST_BUCKET, LEAST_BUCKET_PER_RANK * ranks)))
+    elements = int(zero.get("reduce_bucket_size", default_bucket_elements(ranks)))
     return Buckets(elements, bool(zero.get("overlap_comm", True)))
 
 

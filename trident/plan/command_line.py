@@ -9,14 +9,7 @@ from megatron.config import Machine, Program, RunConfig, TokenizerFacts, resolve
 from megatron.errors import ConfigError, ExitCode
 from megatron.parallel.rank_start import launched_ranks
 from megatron.train.preflight.pipelines import schedule_problems
-from trident.plan.requests import (
-    DEFAULT_VOCABULARY,
-    cluster_of,
-    command_lines,
-    job_of,
-    layout_of,
-    read_plan_request,
-)
+from trident.plan.requests import DEFAULT_VOCABULARY, cluster_of, command_lines, job_of, layout_of, read_plan_request
 from trident.plan.search import LayoutEstimate, estimate
 
 

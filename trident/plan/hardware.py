@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,8 +81,25 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.devices // self.devices_per_node)
 
-    def bandwidth(self, size: int, stride: int) -> float:
-        """Bytes/s between neighbours on an axis of `size` ranks that are `stride` ranks apart."""
+    def bus_bandwidth(self, size: int, stride: int) -> float:
+        """Bytes/s that each rank sends in a ring collective of `size` ranks that are `stride` ranks apart.
+
+        A collective that leaves its nodes uses one network card for each rank that it has in a node; the other ranks of
+        the node, in collectives of the same axis, use the other cards.
+
+        Source: NVIDIA/nccl-tests#119: 96 GB/s in 3 nodes of 8 A100, each node with 4 cards of 25 GB/s. The limit within
+        nodes: NVIDIA/nccl#412.
+        """
+        if size * stride <= self.devices_per_node:
+            return self.links.within
+        cards = math.gcd(size, max(1, self.devices_per_node // stride))  # of the node with the fewest of these ranks
+        return min(self.links.within, cards * self.links.between)
+
+    def link_bandwidth(self, size: int, stride: int) -> float:
+        """Bytes/s of a rank's sends and all-to-alls on such an axis, which use the rank's own card only.
+
+        Source: NVIDIA/nccl-tests#267.
+        """
         return self.links.within if size * stride <= self.devices_per_node else self.links.between
 
 

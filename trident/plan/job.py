@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.config import ModelConfig
 from megatron.config.architecture.norms import LAYER_NORM
 from megatron.config.architecture.positions import LEARNED
+from megatron.config.sections.parallel import default_bucket_elements
 from megatron.model.costs import (
     attention_matrices,
     block_cost,
@@ -67,6 +68,8 @@ class Job:
         offloads_optimizer: the optimizer state is in host memory.
         head_share: fraction of the tokens that pass through the head.
         division: of the blocks over pipeline chunks.
+        overlaps_messages: with ZeRO 0 to 2, messages of gradients and weights are sent during computation.
+        bucket_elements: the elements of a message of gradients or weights, by the number of ranks that divide them.
     """
 
     model: ModelConfig
@@ -81,6 +84,8 @@ class Job:
     offloads_optimizer: bool = False
     head_share: float = 1.0
     division: Division = BY_COST
+    overlaps_messages: bool = True
+    bucket_elements: Callable[[int], int] = default_bucket_elements
 
     @property
     def tokens(self) -> int:
@@ -135,15 +140,14 @@ class Job:
         """Parameters of a block on a rank."""
         model, tp = self.model, layout.tp
         hidden, attention = model.hidden_size, attention_matrices(model, tp)
-        whole = self.block_costs[index]
+        rest = self.block_costs[index].parameters - attention_matrices(model)
         if not model.has_experts(index):
-            feed_forward = self._feed_forward
-            rest = whole.parameters - self._attention - feed_forward
-            return Parameters(attention + feed_forward // tp + rest)
+            feed_forward = hidden * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
+            return Parameters(attention + feed_forward // tp + rest - feed_forward)
         everything, expert = experts_cost(model, index), expert_parameters(model)
         routed = model.experts_of(index) * expert
         others = everything.parameters - routed - model.experts_of(index) * hidden
-        rest = whole.parameters - self._attention - everything.parameters + model.experts_of(index) * hidden
+        rest -= everything.parameters - model.experts_of(index) * hidden
         return Parameters(
             attention + others // tp + rest, routed // (layout.ep if layout.keeps_experts_whole else tp * layout.ep)
         )
@@ -165,15 +169,6 @@ class Job:
             if is_copy or model.untie_embeddings_and_output_weights:
                 dense += model.padded_vocab_size * model.hidden_size // layout.tp
         return Parameters(dense)
-
-    @property
-    def _attention(self) -> int:
-        return attention_matrices(self.model)
-
-    @property
-    def _feed_forward(self) -> int:
-        model = self.model
-        return model.hidden_size * model.ffn_hidden_size * (3 if model.gated_linear_unit else 2)
 
     def _joining(self, tp: int) -> int:
         """Parameters of a multi-token prediction depth outside its block: a projection and three norms."""

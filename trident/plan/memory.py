@@ -15,9 +15,8 @@ _MARGIN = 0.05  # allowance for fragmentation and GPU libraries
 # Size of a chunk of logits in the loss, see `megatron/parallel/tensor/head_loss.py`.
 _LOGITS, _LOGIT_ROWS = 1 << 27, 2048
 _CPU_LOGITS, _CPU_LOGIT_ROWS = 1 << 22, 384
-# Elements of a gradient bucket of ZeRO stage 2, and of the weights that stage 3 prefetches.
-REDUCE_BUCKET = 500_000_000
-_PREFETCH = 1_000_000_000
+# Buckets of gradients that ZeRO 2 holds in half precision, and elements of the weights that ZeRO 3 prefetches.
+_BUCKETS_IN_FLIGHT, _PREFETCH = 3, 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,8 @@ def _buffers(job: Job, layout: Layout, blocks: range, *, last: bool) -> int:
     if layout.pp > 1:
         needed += 4 * hidden // (layout.tp if layout.splits_sequence else 1)
     if layout.zero == 2:
-        needed += job.weight_bytes * min(REDUCE_BUCKET, job.block_parameters(0, layout).total * max(1, len(blocks)))
+        held = job.block_parameters(0, layout).total * max(1, len(blocks))
+        needed += job.weight_bytes * min(_BUCKETS_IN_FLIGHT * job.bucket_elements(layout.replicas), held)
     if layout.zero == 3:
         whole = sum(job.block_parameters(block, layout).total for block in blocks)
         needed += job.weight_bytes * min(whole, _PREFETCH)

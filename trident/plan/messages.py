@@ -80,17 +80,27 @@ def boundary_bytes(job: Job, layout: Layout) -> float:
     return local_tokens(job, layout) * job.model.hidden_size * job.weight_bytes / within
 
 
-def sent_for_gradients(job: Job, layout: Layout, parameters: Parameters) -> tuple[float, float]:
-    """Bytes that a rank sends in a step to average gradients and gather weights: dense, and experts."""
-    # ZeRO 0 and 1 reduce fp32 gradients once per step; 2 reduces gradients in the weights' dtype in every pass; 3 also
+def bytes_per_parameter(job: Job, layout: Layout) -> tuple[int, int]:
+    """Size of a step's messages of gradients and of weights among data-parallel ranks, per parameter of a rank."""
+    # ZeRO 0 and 1 reduce fp32 gradients once per step; 2 scatters gradients in the weights' dtype in every pass; 3 also
     # gathers the weights twice per pass. With half-precision weights, stage 0 is stage 1.
     k, passes, gathers = job.weight_bytes, layout.micro_batches, 2 + (layout.recompute == BLOCKS)
-    bytes_by_stage = 2 * k, _FP32 + k, (passes + 1) * k, passes * (gathers + 1) * k
-    element_bytes = bytes_by_stage[layout.zero_stage(k)]
-    copies = layout.expert_copies // layout.ep
-    counts = (parameters.dense, layout.replicas), (parameters.experts, copies)
-    dense, experts = ((ranks - 1) / ranks * element_bytes * count for count, ranks in counts)
-    return dense, experts
+    by_stage = (2 * k, 0), (_FP32, k), (passes * k, k), (passes * k, passes * gathers * k)
+    return by_stage[layout.zero_stage(k)]
+
+
+def _divided(layout: Layout, parameters: Parameters) -> tuple[tuple[int, int], ...]:
+    """Dense parameters and parameters of experts, each with the number of ranks that average their gradients."""
+    return (parameters.dense, layout.replicas), (parameters.experts, layout.expert_copies // layout.ep)
+
+
+def bucket_count(job: Job, layout: Layout, parameters: Parameters) -> int:
+    """Messages that carry a rank's gradients once; a pipeline chunk shares none with another."""
+    return sum(
+        layout.chunks * -(-count // (layout.chunks * job.bucket_elements(ranks)))
+        for count, ranks in _divided(layout, parameters)
+        if ranks > 1
+    )
 
 
 def sent_for_tied_weights(job: Job, layout: Layout, stage: Stage) -> float:
@@ -108,11 +118,8 @@ def sent_for_matrices(job: Job, layout: Layout, share: Parameters) -> dict[str, 
     """
     sent: dict[str, float] = {}
     is_divided = layout.zero_stage(job.weight_bytes) > 0
-    for name, count, ranks in (
-        ("dp", share.dense, layout.replicas),
-        ("dp", share.experts, layout.expert_copies // layout.ep),
-        ("tp", share.dense / layout.replicas, layout.tp),
-    ):
+    divided = (("dp", *each) for each in _divided(layout, share))
+    for name, count, ranks in (*divided, ("tp", share.dense / layout.replicas, layout.tp)):
         # Without ZeRO each rank starts with the whole shard, and receives all of it back.
         moved = count if name == "dp" and not is_divided else 2 * count / (ranks if name == "dp" else 1)
         key = f"{name} of matrices"
@@ -129,6 +136,7 @@ def sent_in_step(job: Job, layout: Layout, placement: Placement, rank: int) -> d
     sent["embedding"] = sent_for_tied_weights(job, layout, stage)
     if job.is_orthogonalized:
         sent |= sent_for_matrices(job, layout, share)
-    everything = share + job.ends_parameters(layout, stage)
-    sent["dp"], sent["dp of experts"] = sent_for_gradients(job, layout, everything)
+    everything, size = share + job.ends_parameters(layout, stage), sum(bytes_per_parameter(job, layout))
+    for name, (count, ranks) in zip(("dp", "dp of experts"), _divided(layout, everything), strict=True):
+        sent[name] = (ranks - 1) / ranks * size * count
     return sent

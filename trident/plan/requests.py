@@ -15,7 +15,7 @@ from megatron.config.rules.checking import world_problems
 from megatron.config.run_sections import GIVEN
 from megatron.config.schedule import batch_sizes
 from megatron.config.sections.optimizers import MUON
-from megatron.config.sections.parallel import RING
+from megatron.config.sections.parallel import RING, ParallelRequest
 from megatron.config.sections.pipelines import is_schedule_file
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.building import build_schedule
@@ -57,6 +57,7 @@ _FIXED = {
     "recompute.recompute_granularity": "recompute",
     "recompute.checkpoint_activations": "recompute",
 }
+_KEPT_FLAGS = ("zero_stage", "cpu_optimizer", "make_vocab_size_divisible_by", "pad_vocab_size_to")
 _VIRTUAL = "--virtual-pipeline-model-parallel-size"
 # Other flags of sequences and of pipelines, which would contradict a layout.
 _SEQUENCE_FLAGS = frozenset({"parallel.cp_comm_type", "parallel.hierarchical_context_parallel_sizes"})
@@ -126,24 +127,7 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
             placement, passes, _ = read_orders(request.parallel.pipeline_schedule or "")
             batch = max(1, batch // placement.ranks) * passes
     # Resolved for one process: except for padding, the sizes of the network do not depend on the layout.
-    parallel = dataclasses.replace(
-        request.parallel,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        context_parallel_size=1,
-        ds_sequence_parallel_size=1,
-        cp_comm_type=RING,
-        hierarchical_context_parallel_sizes=(),
-        pipeline_schedule=None,
-        virtual_pipeline_model_parallel_size=None,
-        num_layers_per_virtual_pipeline_stage=None,
-        decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-    )
+    parallel = ParallelRequest(**{name: getattr(request.parallel, name) for name in _KEPT_FLAGS})
     optim = dataclasses.replace(request.optim, micro_batch_size=1, global_batch_size=batch)
     alone = dataclasses.replace(request, parallel=parallel, optim=optim)
     config = resolve(
@@ -162,6 +146,8 @@ def job_of(request: RunRequest, cluster: Cluster) -> Job:
         offloads_optimizer=config.parallel.offloads_optimizer,
         head_share=config.head_share,
         division=Division.of(request.parallel),
+        overlaps_messages=request.parallel.overlap_grad_reduce,
+        bucket_elements=request.parallel.bucket_elements,
     )
 
 

@@ -175,29 +175,27 @@ def _choices(job: Job, axes: Mapping[str, int], fixed: Mapping[str, Any]) -> Ite
     """The other attributes of a layout with these axes."""
     share, pp = job.global_batch // axes["dp"], axes["pp"]
     recomputed = (NOTHING, ATTENTION, BLOCKS) if axes["cp"] == 1 or "recompute" in fixed else (NOTHING, BLOCKS)
-    stages = ENGINES[DEFAULT_ENGINE].zero_stages if pp > 1 else (0, 1, 2, 3)
+    stages = [each for each in (ENGINES[DEFAULT_ENGINE].zero_stages if pp > 1 else range(4)) if each or "zero" in fixed]
     divides = job.sequence_length % (axes["tp"] * axes["cp"]) == 0
     can_split = axes["tp"] > 1 and (divides or fixed.get("splits_sequence", False))  # no padding unless requested
     for micro in (fixed["micro_batch"],) if "micro_batch" in fixed else _MICRO_BATCHES:
         if share % micro:
             continue
-        for schedule, chunks in _schedules(fixed, pp) if pp > 1 else [(fixed.get("schedule", "1f1b"), 1)]:
-            if not _divides(job, pp, chunks):
-                continue
-            for zero in (stage for stage in stages if stage > 0 or "zero" in fixed):
-                for recompute in recomputed:
-                    chosen = {
-                        "splits_sequence": can_split and fixed.get("splits_sequence", True),
-                        "schedule": schedule,
-                        "chunks": chunks,
-                        "zero": zero,
-                        "recompute": recompute,
-                        "micro_batch": micro,
-                        "micro_batches": share // micro,
-                    }
-                    values = {**chosen, "all_chunks": pp * chunks}
-                    if all(fixed.get(name, value) == value for name, value in values.items()):
-                        yield chosen
+        schedules = _schedules(fixed, pp) if pp > 1 else [(fixed.get("schedule", "1f1b"), 1)]
+        schedules = [(schedule, chunks) for schedule, chunks in schedules if _divides(job, pp, chunks)]
+        for (schedule, chunks), zero, recompute in itertools.product(schedules, stages, recomputed):
+            chosen = {
+                "splits_sequence": can_split and fixed.get("splits_sequence", True),
+                "schedule": schedule,
+                "chunks": chunks,
+                "zero": zero,
+                "recompute": recompute,
+                "micro_batch": micro,
+                "micro_batches": share // micro,
+            }
+            values = {**chosen, "all_chunks": pp * chunks}
+            if all(fixed.get(name, value) == value for name, value in values.items()):
+                yield chosen
 
 
 def _divides(job: Job, pp: int, chunks: int) -> bool:
@@ -269,11 +267,11 @@ def _resized(job: Job, layout: Layout, name: str, size: int) -> Layout | None:
         or dp < 1
         or job.global_batch % (dp * layout.micro_batch)
         or (changed.pp > 1 and not _divides(job, changed.pp, changed.chunks))
+        or (changed.cp > 1 and job.sequence_length % (changed.cp * 2))
+        or dp * changed.expert_copies % changed.ep
     ):
         return None
     schedule: dict[str, Any] = {"schedule": "1f1b", "chunks": 1} if changed.pp == 1 or layout.pp == 1 else {}
-    if (job.sequence_length % (changed.cp * 2) and changed.cp > 1) or dp * changed.expert_copies % changed.ep:
-        return None
     return dataclasses.replace(
         changed,
         dp=dp,

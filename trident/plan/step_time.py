@@ -2,8 +2,9 @@
 
 Matrix products run at a fraction of the device's peak that falls with their smallest side, all other operations at a
 fraction of its memory bandwidth; the host may be slower than both. Messages take the bytes of a ring collective over
-the slowest link of their axis. Two kinds overlap with computation: the blocks of ring attention, and sends between
-stages, except for the first micro-batch on its way to the last stage and back.
+the slowest link of their axis. Three kinds overlap with computation: the blocks of ring attention; sends between
+stages, except for the first micro-batch on its way to the last stage and back; and with ZeRO 0 to 2 buckets of
+gradients and weights. Computation is as fast as without them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron.config.architecture.positions import ROPE
-from trident.plan.job import Job, Stage
+from trident.plan.job import Job, Parameters, Stage
 from trident.plan.layouts import BLOCKS, Layout, costs_of_schedule
 from trident.plan.memory import local_tokens
-from trident.plan.messages import boundary_bytes, sent_in_passes, sent_in_step
+from trident.plan.messages import boundary_bytes, bucket_count, bytes_per_parameter, sent_in_passes, sent_in_step
 
 _FP32 = 4
 _BACKWARD = 2.0  # matrix products of a backward pass, relative to the forward pass
@@ -24,6 +25,7 @@ _ATTENTION_BACKWARD = 2.5  # fused attention recomputes the scores
 # Bytes that an update moves per updated parameter besides weight and optimizer state: the gradient and a half-precision
 # copy. And per parameter of a rank: accumulating the gradients, norm and clipping.
 _UPDATE_BYTES, _GRADIENT_BYTES = 6.0, 14.0
+_COMPUTATION = ("products", "attention", "memory traffic")
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,17 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
     ends, share = job.ends_parameters(layout, stage), job.blocks_parameters(layout, stage)
     sent = sent_in_step(job, layout, costs.placement, rank)
     cluster, device = job.cluster, job.cluster.device
-    stages = cluster.bandwidth(layout.pp, cluster.devices // layout.pp)
-    reach = cluster.bandwidth(layout.expert_copies, 1 if layout.keeps_experts_whole else layout.tp)
-    parts["gradients and weights"] = sent["dp"] / cluster.bandwidth(layout.replicas, layout.tp)
-    parts["gradients and weights"] += sent["dp of experts"] / reach + sent["embedding"] / stages
+    stages = cluster.link_bandwidth(layout.pp, cluster.devices // layout.pp)
+    computing = sum(slowest.parts[name] for name in _COMPUTATION)
+    parts["gradients and weights"] = _exposed_messages(job, layout, ends + share, sent, computing)
+    parts["gradients and weights"] += sent["embedding"] / stages
     kept = ends.total * (_FP32 + job.end_state_bytes) + share.total * (_FP32 + job.block_state_bytes)
     divided = layout.replicas if layout.zero_stage(job.weight_bytes) else 1
     moved = (2 * kept + _UPDATE_BYTES * (ends + share).total) / divided
     parts["update"] = (moved + _GRADIENT_BYTES * (ends + share).total) / device.memory_bandwidth
     if job.is_orthogonalized:
-        parts["matrix messages"] = sent["dp of matrices"] / cluster.bandwidth(layout.replicas, layout.tp)
-        parts["matrix messages"] += sent["tp of matrices"] / cluster.bandwidth(layout.tp, 1)
+        parts["matrix messages"] = sent["dp of matrices"] / cluster.link_bandwidth(layout.replicas, layout.tp)
+        parts["matrix messages"] += sent["tp of matrices"] / cluster.link_bandwidth(layout.tp, 1)
     again = 1 / 3 if layout.recompute == BLOCKS else 0.0
     launched = layout.micro_batches * len(stage.blocks) * (1 + again)
     host = launched * device.host_seconds_per_layer + device.host_seconds_per_step
@@ -83,6 +85,34 @@ def step_time_of(job: Job, layout: Layout) -> StepTime:
         parts["pipeline messages"] = crossings * _seconds(size, stages, cluster.links.latency)
     idle = parts.get("idle", 0.0) / sum(parts.values())
     return StepTime(parts, {axis: count for axis, count in sent.items() if count}, idle)
+
+
+def exposed_seconds(sending: float, computing: float, buckets: int) -> float:
+    """Time that messages of gradients add to the backward pass, and messages of weights to the forward pass.
+
+    Buckets are equal and sent one after the other. Each part of a backward pass completes a bucket of gradients; each
+    part of a forward pass requires a bucket of weights, which is the same in reverse.
+    """
+    return max(sending / buckets, sending - computing * (1 - 1 / buckets)) if buckets else 0.0
+
+
+def _exposed_messages(
+    job: Job, layout: Layout, parameters: Parameters, sent: Mapping[str, float], computing: float
+) -> float:
+    """Time that a step's messages of gradients and weights add to it, if a micro-batch computes for `computing`."""
+    cluster, stage, repeated = job.cluster, layout.zero_stage(job.weight_bytes), layout.recompute == BLOCKS
+    stride = layout.ep * (1 if layout.keeps_experts_whole else layout.tp)
+    sending = sent["dp"] / cluster.bus_bandwidth(layout.replicas, layout.tp)
+    sending += sent["dp of experts"] / cluster.bus_bandwidth(layout.expert_copies // layout.ep, stride)
+    if stage == 3 or not job.overlaps_messages:
+        return sending
+    # Gradients under the last backward pass, with ZeRO 2 under each; weights under the first forward pass.
+    sizes, buckets = bytes_per_parameter(job, layout), bucket_count(job, layout, parameters)
+    gradients, weights = (sending * size / sum(sizes) for size in sizes)
+    forward, waiting = computing / (1 + _BACKWARD + repeated), buckets * cluster.links.latency
+    passes = layout.micro_batches if stage == 2 else 1
+    exposed = passes * exposed_seconds(gradients / passes + waiting, computing - forward, buckets)
+    return exposed + (exposed_seconds(weights + waiting, forward, buckets) if weights else 0.0)
 
 
 def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
@@ -102,7 +132,7 @@ def _pass(job: Job, layout: Layout, stage: Stage) -> StepTime:
     attention = pairs / tp * causal * repeated / (device.peak * _attention_share(job, layout))
     traffic = _traffic(job, layout, blocks) * (1 + again / 2.5) + (head / model.hidden_size * 2 * job.weight_bytes)
     others = traffic / (device.memory_bandwidth * device.traffic_share)
-    computed = {"products": matrices, "attention": attention, "memory traffic": others}
+    computed = dict(zip(_COMPUTATION, (matrices, attention, others), strict=True))
     return StepTime({**computed, **_messages(job, layout, stage, attention)})
 
 
@@ -153,12 +183,13 @@ def _messages(job: Job, layout: Layout, stage: Stage, attention: float) -> dict[
     if layout.tp > 1:
         calls = len(blocks) * (4 + 2 * (layout.recompute == BLOCKS))
         calls *= 2 if layout.splits_sequence else 1
-        parts["tensor messages"] = _seconds(sent["tp"] / passes, cluster.bandwidth(layout.tp, 1), calls * latency)
+        parts["tensor messages"] = _seconds(sent["tp"] / passes, cluster.bus_bandwidth(layout.tp, 1), calls * latency)
     if layout.sequence > 1:
-        ring = _seconds(sent["cp"] / passes, cluster.bandwidth(layout.sequence, layout.tp), len(blocks) * 6 * latency)
+        reach = cluster.link_bandwidth(layout.sequence, layout.tp)
+        ring = _seconds(sent["cp"] / passes, reach, len(blocks) * 6 * latency)
         parts["sequence messages"] = max(0.0, ring - attention) if layout.ulysses == 1 else ring
     if layout.ep > 1:
-        reach = cluster.bandwidth(layout.ep, 1 if layout.keeps_experts_whole else layout.tp)  # neighbours
+        reach = cluster.link_bandwidth(layout.ep, 1 if layout.keeps_experts_whole else layout.tp)  # neighbours
         parts["expert messages"] = _seconds(sent["ep"] / passes, reach, len(blocks) * 4 * latency)
     return parts
 

@@ -18,6 +18,14 @@ WITH_EMBEDDING = "type:transformer|embedding"
 _PARTITIONS = ("type:transformer", WITH_EMBEDDING)
 
 
+def default_bucket_elements(ranks: int) -> int:
+    """Elements of a bucket by default: smaller parts of a rank do not use the bandwidth of the network.
+
+    Source: Megatron-LM, `core/distributed/distributed_data_parallel.py`.
+    """
+    return max(40_000_000, 1_000_000 * ranks)
+
+
 @dataclass(frozen=True)
 class ParallelRequest(ConfigSection):
     """Tensor, pipeline and data parallelism, ZeRO, and the launcher's flags, as requested."""
@@ -215,6 +223,10 @@ class ParallelRequest(ConfigSection):
             return 1
         chunks = 1 if self.num_layers_per_virtual_pipeline_stage else self.chunks_for(num_layers)
         return max(1, num_layers // chunks)
+
+    def bucket_elements(self, ranks: int) -> int:
+        """Elements of a bucket that this many data-parallel ranks exchange."""
+        return self.ddp_bucket_size or default_bucket_elements(ranks)
 
     def length_unit(self, *, causal: bool) -> int:
         """The number that sequence lengths must be a multiple of.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 from trident.plan.requests import cluster_of, job_of, layout_of, read_plan_request
@@ -13,12 +14,14 @@ class PublishedRun(NamedTuple):
 
     Attributes:
         utilization: model FLOPs, without recomputation, over what the devices can do.
+        overlaps: messages of gradients overlapped with computation.
     """
 
     name: str
     devices: int
     flags: str
     utilization: float
+    overlaps: bool
 
 
 def megatron_run(
@@ -26,6 +29,7 @@ def megatron_run(
 ) -> PublishedRun:
     """A row of Table 1 of Narayanan et al. 2021, whose FLOP/s count the repeated forward passes of blocks (equation 3):
     A100, samples of 2,048 tokens, vocabulary 51,200, all blocks recomputed. It does not give the micro-batch.
+    Gradients were reduced after the last backward pass (`allreduce_gradients` in `megatron/model/distributed.py`).
     """
     head, blocks = 6 * 51200, 24 * layers * hidden * (1 + 2048 / (6 * hidden))  # of a token and channel; one pass
     share = (3 * blocks + head) / (4 * blocks + head)
@@ -33,7 +37,7 @@ def megatron_run(
     layout = f"--tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp} --global-batch-size {batch}"
     others = "--seq-length 2048 --max-position-embeddings 2048 --recompute-granularity full --zero-stage 0"
     flags = f"{shape} {layout} {others} --micro-batch-size 1 --device a100 --interconnect nvlink3+ib200"
-    return PublishedRun(f"GPT {billions}B, tp {tp}, pp {pp}", devices, flags, teraflops / 312 * share)
+    return PublishedRun(f"GPT {billions}B, tp {tp}, pp {pp}", devices, flags, teraflops / 312 * share, False)
 
 
 def llama_run(cp: int, devices: int, length: int, batch: int, utilization: float) -> PublishedRun:
@@ -42,7 +46,7 @@ def llama_run(cp: int, devices: int, length: int, batch: int, utilization: float
     sizes = f"--seq-length {length} --max-position-embeddings {length} --global-batch-size {batch}"
     others = "--sequence-parallel --virtual-pipeline-model-parallel-size 4 --micro-batch-size 1 --zero-stage 1"
     flags = f"--model-preset llama-3.1-405b {layout} {sizes} {others} --interconnect nvlink+roce400"
-    return PublishedRun(f"Llama 3 405B, tp 8, cp {cp}, pp 16, {length:,} tokens", devices, flags, utilization)
+    return PublishedRun(f"Llama 3 405B, tp 8, cp {cp}, pp 16, {length:,} tokens", devices, flags, utilization, True)
 
 
 PUBLISHED = (
@@ -64,4 +68,5 @@ PUBLISHED = (
 def replanned(run: PublishedRun) -> LayoutEstimate:
     """What the planner says of the run."""
     _, request = read_plan_request([*run.flags.split(), "--bf16", "--planned-devices", str(run.devices)])
-    return estimate(job_of(request, cluster_of(request)), layout_of(request, run.devices))
+    job = dataclasses.replace(job_of(request, cluster_of(request)), overlaps_messages=run.overlaps)
+    return estimate(job, layout_of(request, run.devices))

@@ -73,7 +73,7 @@ def split_problems(programs: Programs) -> Iterator[str]:
 def peer_problems(programs: Programs) -> Iterator[str]:
     """Sends and receives between two ranks that do not match."""
     checked: set[tuple[int, int]] = set()
-    ends = {program.rank: _between(program) for program in programs.representatives()}
+    ends = {each.rank: _between(each) for each in (*programs.simulated.values(), *programs.deviating.values())}
     ranks = set(programs.simulated) | _near(programs, programs.deviating)
     for rank in sorted(ranks):
         by_rank = ends.get(rank) or _between(programs.of(rank))
@@ -94,11 +94,10 @@ def _unmatched(
     kind: str,
 ) -> Iterator[str]:
     for one, two in itertools.zip_longest(mine, theirs):
-        if one is None:
-            yield f"rank {other}, message {two[0]}: {two[1].message} ({two[1].part}): no match on rank {rank}"
-            return
-        if two is None:
-            yield f"rank {rank}, message {one[0]}: {one[1].message} ({one[1].part}): no match on rank {other}"
+        if one is None or two is None:
+            here, there = (rank, other) if two is None else (other, rank)
+            index, (message, part) = one or two
+            yield f"rank {here}, message {index}: {message} ({part}): no match on rank {there}"
             return
         if one[1].part != two[1].part or one[1].message.size != two[1].message.size:
             yield (
@@ -110,11 +109,8 @@ def _unmatched(
 
 def _near(programs: Programs, deviating: Iterable[int]) -> set[int]:
     """Deviating ranks, and their peers."""
-    near = set()
-    for rank in deviating:
-        near.add(rank)
-        near |= {event.message.ranks[1] for event in programs.of(rank).events if not event.message.is_collective}
-    return near
+    messages = (event.message for rank in deviating for event in programs.of(rank).events)
+    return {*deviating, *(message.ranks[1] for message in messages if not message.is_collective)}
 
 
 _Steps = list[tuple[int, RankMessage, str]]  # index in the program, message, part
@@ -176,12 +172,7 @@ def _difference(rank: int, steps: _Steps, leader: int, theirs: _Steps, ranks: _G
             f"that rank {leader} starts as message {index}"
         )
     index, message, part = mine
+    start = f"rank {rank}, message {index} ({part}): {message.kind} of {message.size} over ranks {ranks_text(ranks)}, "
     if other is None:
-        return (
-            f"rank {rank}, message {index} ({part}): {message.kind} of {message.size} over ranks {ranks_text(ranks)}, "
-            f"in which rank {leader} does not take part"
-        )
-    return (
-        f"rank {rank}, message {index} ({part}): {message.kind} of {message.size} over ranks {ranks_text(ranks)}, "
-        f"where rank {leader} has {other[1].kind} of {other[1].size} ({other[2]}, message {other[0]})"
-    )
+        return f"{start}in which rank {leader} does not take part"
+    return f"{start}where rank {leader} has {other[1].kind} of {other[1].size} ({other[2]}, message {other[0]})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -67,9 +67,6 @@ class RankProgram:
         shares = tuple(replace(each, ranks=shifted(each.ranks, self.rank, rank)) for each in self.shares)
         return RankProgram(rank, events, groups, self.parameters, shares)
 
-    def with_events(self, events: Sequence[ProgramEntry]) -> RankProgram:
-        return replace(self, events=tuple(events))
-
 
 @dataclass(frozen=True)
 class Programs:
@@ -115,11 +112,6 @@ class Programs:
         """Returns a copy that also has these programs, if they differ from their class."""
         differing = {each.rank: each for each in programs if each != self.of(each.rank)}
         return replace(self, deviating={**self.deviating, **differing})
-
-    def representatives(self) -> Iterator[RankProgram]:
-        """One program of each class, then the deviating ones."""
-        yield from self.simulated.values()
-        yield from self.deviating.values()
 
 
 def shifted(ranks: tuple[int, ...], first: int, rank: int) -> tuple[int, ...]:

@@ -120,10 +120,9 @@ class RecordedMessages(TorchDispatchMode):
             ranks = (self.rank, other)
         kind = _PEER_TO_PEER.get(name) or _KINDS[name]
         dtype = str(largest.dtype).removeprefix("torch.")
-        sent: tuple[int, ...] = ()
-        received: tuple[int, ...] = ()
-        if kind == "all-to-all":
-            sent, received = _rows(given[1], given[4:5], len(ranks)), _rows(given[0], given[3:4], len(ranks))
+        is_exchange = kind == "all-to-all"
+        sent = _rows(given[1], given[4:5], len(ranks)) if is_exchange else ()
+        received = _rows(given[0], given[3:4], len(ranks)) if is_exchange else ()
         operation = _operation(name, func, given)
         self.messages.append(RankMessage(kind, ranks, math.prod(largest.shape), dtype, operation, sent, received))
         work = Work.boxed(FakeWork())

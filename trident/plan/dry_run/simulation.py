@@ -82,11 +82,8 @@ def simulate_run(config: RunConfig, size: int) -> DryRun:
     """Simulates the first, a middle and the last rank of each class of a run that `dry_run_problems` accepts."""
     sizes = {axis.name: axis.size for axis in requested_axes(config.parallel, size)}
     experts = requested_experts(config.parallel)
-    inner = sizes["cp"] * sizes["sp"]
-    if experts.keeps_tensor:
-        stride = sizes["tp"] * math.lcm(inner, experts.size)
-    else:
-        stride = math.lcm(sizes["tp"] * inner, experts.size)
+    tp, inner = sizes["tp"], sizes["cp"] * sizes["sp"]
+    stride = tp * math.lcm(inner, experts.size) if experts.keeps_tensor else math.lcm(tp * inner, experts.size)
     replicas = size // (stride * sizes["pp"])
     first = {global_batch_size(config.optim, 0): 0}
     for given in steps_of(config, (config.optim.rampup_batch_size or (0, 0, 0))[2] + 1):
@@ -95,7 +92,7 @@ def simulate_run(config: RunConfig, size: int) -> DryRun:
     for stage in range(sizes["pp"]):
         for offset in range(stride):
             rank = stage * stride * replicas + offset
-            tensor = offset % sizes["tp"]
+            tensor = offset % tp
             if tensor > 1 and experts.keeps_tensor:
                 simulated[rank] = [program.at(rank) for program in simulated[rank - tensor + 1]]
             else:
@@ -138,19 +135,20 @@ def _epoch(config: RunConfig) -> int | None:
 
 def dry_run_lines(dry_run: DryRun, seconds: float) -> Iterator[str]:
     """Formats the simulated run."""
-    config, size = dry_run.config, dry_run.size
-    programs = dry_run.programs[0]
+    config, size, programs = dry_run.config, dry_run.size, dry_run.programs[0]
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in requested_axes(config.parallel, size) if axis.size > 1)
     experts = config.parallel.expert_model_parallel_size
     yield (
         f"{size:,} ranks: {axes or 'one'}{f', ep {experts}' if experts > 1 else ''}; "
         f"{len(programs.simulated):,} classes of ranks"
     )
-    for program in _shown_programs(programs):
+    ranks = sorted(programs.simulated)
+    for rank in dict.fromkeys((ranks[0], ranks[len(ranks) // 2], ranks[-1])):
+        program = programs.simulated[rank]
         messages = Counter(entry.message.kind for entry in program.events)
         weights = short_bytes(program.parameters)
         sent = ", ".join(f"{number:,} {kind}" for kind, number in sorted(messages.items()))
-        yield f"rank {program.rank}: {weights} of weights; messages per step: {sent or 'none'}"
+        yield f"rank {rank}: {weights} of weights; messages per step: {sent or 'none'}"
     kinds = 1 + config.optim.state_bytes(of_blocks=True) // 4  # the weight, and fp32 optimizer state
     kinds += config.optim.optimizer in AVERAGING  # the averaged weights of a checkpoint
     parameters = sum(math.prod(shape) for shape in dry_run.pieces.shapes.values())
@@ -182,9 +180,3 @@ def print_dry_run(config: RunConfig, size: int, estimated: LayoutEstimate) -> Ex
         raise ConfigError([*problems[:_MOST_SHOWN], *more])
     log.line("the programs of all ranks match")
     return ExitCode.DONE
-
-
-def _shown_programs(programs: Programs) -> list[RankProgram]:
-    """The programs of the first, a middle and the last stage."""
-    ranks = sorted(programs.simulated)
-    return [programs.simulated[rank] for rank in dict.fromkeys((ranks[0], ranks[len(ranks) // 2], ranks[-1]))]

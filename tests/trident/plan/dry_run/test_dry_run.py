@@ -94,7 +94,7 @@ def with_program(sound: DryRun, deviating: RankProgram) -> list[str]:
 def with_fault(sound: DryRun, rank: int, change: Change) -> list[str]:
     """The problems if one rank changes its messages."""
     program = sound.programs[0].of(rank)
-    deviating = program.with_events(change(list(program.events)))
+    deviating = dataclasses.replace(program, events=tuple(change(list(program.events))))
     assert deviating.events != program.events
     return with_program(sound, deviating)
 
@@ -172,7 +172,7 @@ def test_two_stages_that_receive_before_they_send_are_named(sound: DryRun) -> No
         program = simulated[rank]
         events = list(program.events)
         events.insert(positions(program, "receive")[-1], events.pop(positions(program, "send")[-1]))
-        simulated[rank] = program.with_events(events)
+        simulated[rank] = dataclasses.replace(program, events=tuple(events))
     (found,) = dataclasses.replace(sound, programs={0: dataclasses.replace(programs, simulated=simulated)}).problems()
     assert found.startswith("step 0, rank 0, message ")
     assert "receive of " in found and "; rank 8, message " in found
@@ -189,7 +189,7 @@ def test_a_group_with_wrong_ranks_is_named(sound: DryRun) -> None:
         else ProgramEntry(message, part)
         for message, part in program.events
     ]
-    deviating = dataclasses.replace(program.with_events(events), groups={**program.groups, "tp": wrong})
+    deviating = dataclasses.replace(program, events=tuple(events), groups={**program.groups, "tp": wrong})
     found = with_program(sound, deviating)
     assert found[0] == "step 0, rank 6: its group tp has ranks 4, 5, which the others do not have"
     assert any("rank 6, message " in sentence for sentence in found[1:])
@@ -302,7 +302,7 @@ def test_the_number_of_pieces_of_a_checkpoint(flags: tuple[str, ...], kinds: int
 
 def test_mismatched_ranks_raise_an_error(sound: DryRun, monkeypatch: pytest.MonkeyPatch) -> None:
     program = sound.programs[0].of(5)
-    deviating = sound.programs[0].with_deviating(program.with_events(program.events[:-1]))
+    deviating = sound.programs[0].with_deviating(dataclasses.replace(program, events=program.events[:-1]))
     monkeypatch.setattr(simulation, "simulate_run", lambda *_: dataclasses.replace(sound, programs={0: deviating}))
     with pytest.raises(ConfigError, match=r"step 0, rank 5 ends without the all-gather of .* \(weights\)"):
         simulation.print_dry_run(*checked_dry_run([*NETWORK, *TP2_PP2, "--dry-run-ranks", "16"], NO_PROGRAM))
