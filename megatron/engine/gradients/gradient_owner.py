@@ -22,8 +22,9 @@ class GradientOwner:
     A step is
 
         owner.begin(passes)              if the number of backward passes is known
-        owner.begin_last(parameters)     before their last backward pass, to send gradients while it runs
+        owner.begin_last(parameters)     before their last backward pass, to send gradients while it runs; optional
         owner.accumulate(parameters)     after every backward pass; any number of calls
+        owner.end_last(parameters)       after their last backward pass, to send gradients while others run; optional
         owner.reduce()                   once: over data-parallel ranks, then over the ranks that hold tied weights
         deepspeed.step()                 once: measures, clips and updates
 
@@ -76,19 +77,23 @@ class GradientOwner:
         if self._overlaps:
             self._is_in_last.update(dict.fromkeys(map(id, self._trained if parameters is None else parameters), False))
 
-    def accumulate(self, parameters: Sequence[nn.Parameter] | None = None, *, is_last: bool = False) -> None:
+    def accumulate(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Adds the gradients of a backward pass to their sums, in fp32, and frees them.
 
-        With ZeRO 2, and if `is_last`, collective over data-parallel ranks, with the same parameters in the same order.
+        With ZeRO 2, collective over data-parallel ranks, with the same parameters in the same order.
 
         Args:
             parameters: trained parameters whose gradients are complete; all by default.
-            is_last: these are their last gradients of the step.
         """
-        ready = self._trained if parameters is None else parameters
-        self._sum.add(ready)
-        if is_last and self._overlaps:
-            self._sum.complete(ready)
+        self._sum.add(self._trained if parameters is None else parameters)
+
+    def end_last(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Announces that the accumulated gradients of these parameters, all by default, are those of the step.
+
+        Collective over data-parallel ranks, as `accumulate`.
+        """
+        if self._overlaps:
+            self._sum.complete(self._trained if parameters is None else parameters)
 
     def product_adder(self, dtype: torch.dtype) -> AddProduct | None:
         """See `GradientSum.product_adder`; it leaves no gradient for `accumulate`."""

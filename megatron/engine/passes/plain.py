@@ -46,8 +46,7 @@ class PlainPasses(Passes[OwningView]):
         if self._graphs is not None:
             self._view.await_weights()
         for number, batch in enumerate(batches, start=1):
-            is_last = number == len(batches)
-            if is_last:
+            if number == len(batches):
                 self._view.begin_last()
             self._enter("forward")
             if self._graphs is None or not self._run_graph(batch, self._graphs, len(batches)):
@@ -55,7 +54,7 @@ class PlainPasses(Passes[OwningView]):
                 loss = losses.scaled(_loss(self.module, batch, losses))
                 self._enter("backward")
                 torch.autograd.backward(loss)
-            self._view.accumulate(is_last=is_last)
+            self._view.accumulate()
         self._view.reduce()
         self._enter("step")
         self._deepspeed.step()

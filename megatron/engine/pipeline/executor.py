@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.micro_batch import DeviceBatch
@@ -71,7 +72,10 @@ class Executor:
             self.runner.begin(program, batches, losses)
         program = without_backward_before(program, self.runner.chunks.first_trained)
         execution = _Execution(self, batches, losses, trains)
-        execution.last = {action.chunk: action for action in program if action.kind in _BACKWARD}
+        last = {action.chunk: action for action in program if action.kind in _BACKWARD}
+        for action in reversed([action for action in program if action is last.get(action.chunk)]):
+            for parameter in self.runner.after_backward(action.chunk):
+                execution.last.setdefault(id(parameter), action)
         for action in program:
             execution.execute(action)
         execution.finish()
@@ -83,10 +87,8 @@ class _Execution:
 
     Attributes:
         most_held: the peak number of forward passes whose activations were held.
-        last: the last backward pass, or half of one, of each chunk.
+        last: the last backward pass, or half of one, of each parameter, by its id; chunks may share a parameter.
     """
-
-    last: Mapping[int, Action]
 
     def __init__(self, executor: Executor, batches: Sequence[DeviceBatch], losses: StepLoss, trains: bool) -> None:
         self._executor, self._batches, self._losses, self._trains = executor, batches, losses, trains
@@ -101,6 +103,7 @@ class _Execution:
         self._alive: dict[ChunkKey, ChunkPass] = {}
         self._halved: dict[ChunkKey, ChunkPass] = {}
         self.most_held = 0
+        self.last: dict[int, Action] = {}
 
     def execute(self, action: Action) -> None:
         _STEPS[action.kind](self, action)
@@ -142,8 +145,7 @@ class _Execution:
         key = action.chunk, action.micro_batch
         passed, gradient = self._alive.pop(key), self._gradient_after(key)
         self._executor.enter("backward")
-        if action == self.last[action.chunk]:
-            self._executor.gradients.begin_last(self._executor.runner.after_backward(action.chunk))
+        self._executor.gradients.begin_last(self._complete_after(action))
         self._store_gradient(key, passed.backward(gradient))
         self._take_gradients(action)
 
@@ -161,8 +163,12 @@ class _Execution:
         self._take_gradients(action)
 
     def _take_gradients(self, action: Action) -> None:
-        parameters = self._executor.runner.after_backward(action.chunk)
-        self._executor.gradients.accumulate(parameters, is_last=action == self.last[action.chunk])
+        self._executor.gradients.accumulate(self._executor.runner.after_backward(action.chunk))
+        self._executor.gradients.end_last(self._complete_after(action))
+
+    def _complete_after(self, action: Action) -> list[nn.Parameter]:
+        """The parameters that have no gradient after this one."""
+        return [each for each in self._executor.runner.after_backward(action.chunk) if self.last[id(each)] is action]
 
     def _gradient_after(self, key: ChunkKey) -> torch.Tensor:
         if self._chunks.is_last(key[0]):

@@ -80,7 +80,7 @@ def computed_of(extra: list[str]) -> Figures:
         if each.shape[0] == config.model.padded_vocab_size:
             rows[id(each)] = config.model.vocab_size
 
-    def note(parameters: object = None, *, is_last: bool = False) -> None:
+    def note(parameters: object = None) -> None:
         sums.append({each.global_name: each.grad[: rows[id(each)]].double() for each in engine.parameters()})  # type: ignore[attr-defined, index]
 
     view.accumulate = note  # type: ignore[method-assign]

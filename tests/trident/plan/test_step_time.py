@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron.config.sections.parallel import default_bucket_elements
 from trident.plan.job import Job, Parameters
 from trident.plan.layouts import Layout
 from trident.plan.messages import bucket_count
@@ -72,7 +73,15 @@ def test_at_least_the_last_bucket_is_exposed() -> None:
 def test_the_number_of_buckets(flags: str, size: int | None, count: int) -> None:
     job, layout = planned(flags)
     parameters = Parameters(job.parameters // layout.tp // layout.pp)
-    assert bucket_count(dataclasses.replace(job, bucket_size=size), layout, parameters) == count
+    assert (
+        bucket_count(
+    job = dataclasses.replace(job, bucket_elements=lambda ranks: size or default_bucket_elements(ranks))
+    assert bucket_count(job, layout, parameters) == count
+            layout,
+            parameters,
+        )
+        == count
+    )
 
 
 def test_experts_have_buckets_of_their_own() -> None:
@@ -111,7 +120,7 @@ def test_buckets_between_nodes_hide_most_of_the_messages() -> None:
     """Of 8 billion parameters on 64 devices."""
     for flags in ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2"):
         whole = seconds(flags, overlaps_messages=False)
-        assert seconds(flags) < seconds(flags, bucket_size=10**10) < whole * 1.01
+        assert seconds(flags) < seconds(flags, bucket_elements=lambda _: 10**10) < whole * 1.01
 
 
 def test_gradients_of_experts_use_the_cards_of_their_copies() -> None:
