@@ -15,6 +15,7 @@ from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
 from megatron.engine.ds_config import buckets_of
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
+from megatron.engine.gradients.bucket_queue import Buckets
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
@@ -44,6 +45,7 @@ class Engine:
         freezing: the parameters that are frozen, or were frozen earlier.
         pipeline: the division of the layers over the ranks of a pipeline.
         checks: checks of every step; with ZeRO 3, gradients are not checked.
+        buckets: of data-parallel messages, with ZeRO 0 to 2; those of `settings` by default.
 
     Attributes:
         stack: this rank's layers, of all its chunks.
@@ -69,6 +71,7 @@ class Engine:
         freezing: FreezeSpec = NOTHING_FROZEN,
         pipeline: PipelineSettings = ONE_FORWARD_ONE_BACKWARD,
         checks: StepChecks = NO_CHECKS,
+        buckets: Buckets | None = None,
     ) -> None:
         self.objective, self.plan, self.mesh, self.freezing = objective, plan, mesh, freezing
         self.steps = dataclasses.replace(steps, sequence_parallel=mesh.sequence_parallel)
@@ -87,7 +90,7 @@ class Engine:
         self.module: nn.Module = self.passes.module
         tied_here, chunks = [weight for weight, _ in self.tied], self.chunks.numbers(self.stack)
         self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, tied_here, chunks)
-        buckets = buckets_of(settings, mesh.gradient.size)
+        buckets = buckets or buckets_of(settings, mesh.gradient.size)
         self.view = view_of(self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad, buckets)
         self.stack.before_layer = self.view.await_weights
         trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]

@@ -25,6 +25,7 @@ Start = Callable[..., Any]
 RUNS: dict[str, tuple[tuple[int, int, int], int, list[str]]] = {
     "ZeRO 0": ((1, 1, 2), 0, []),
     "ZeRO 1": ((1, 1, 2), 1, BF16),
+    "ZeRO 1, sums of exchanged parts": ((1, 1, 2), 1, [*BF16, "--ddp-reduce-scatter-with-fp32-accumulation"]),
     "ZeRO 2": ((1, 1, 2), 2, BF16),
     "ZeRO 1, 4 ranks": ((1, 1, 4), 1, []),
     "ZeRO 1, stages": ((1, 2, 2), 1, []),
@@ -63,7 +64,7 @@ def observe(rank: int, layout: tuple[int, int, int], stage: int, flags: list[str
 
         return start_recorded
 
-    for name in ("start_reduce_scatter_sum", "start_all_reduce_sum"):
+    for name in ("start_reduce_scatter_sum", "start_all_reduce_sum", "start_exchange"):
         setattr(averaging, name, recorded(getattr(averaging, name)))
     for parameter in engine.parameters():
         parameter.register_hook(lambda _: events.append(("gradient", 0)))

@@ -26,6 +26,22 @@ def _heads_and_widths(run: RunSections) -> Iterator[str]:
 
 
 @run_rule
+def _gradient_messages(run: RunSections) -> Iterator[str]:
+    parallel, width = run.parallel, run.model.hidden_size
+    if parallel.ddp_bucket_size is not None and 0 < parallel.ddp_bucket_size < width:
+        yield (
+            f"--ddp-bucket-size {parallel.ddp_bucket_size} is smaller than a row of --hidden-size {width}. Use "
+            f"--ddp-bucket-size {width} or more; the default is 40 million."
+        )
+    if parallel.ddp_reduce_scatter_with_fp32_accumulation:
+        flag = "--ddp-reduce-scatter-with-fp32-accumulation"
+        if parallel.zero_stage == 3:
+            yield f"{flag} cannot be combined with --zero-stage 3, whose gradients DeepSpeed sums. Drop it."
+        if run.precision.dtype_name == "float32":
+            yield f"{flag} requires --bf16 or --fp16: without them, gradients are sent in float32. Drop it."
+
+
+@run_rule
 def _padded_vocabulary(run: RunSections) -> Iterator[str]:
     parallel = run.parallel
     size, divisor, ranks = (

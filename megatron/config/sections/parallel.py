@@ -89,6 +89,11 @@ class ParallelRequest(ConfigSection):
         "or 1 million for each of these ranks if that is more",
         at_least=1,
     )
+    ddp_reduce_scatter_with_fp32_accumulation: bool = flag(
+        False,
+        "with ZeRO 1 and 2 in half precision, data-parallel ranks exchange gradients in half precision and sum them in "
+        "float32: half the bytes of ZeRO 1, and no rounding between the ranks of ZeRO 2",
+    )
     cpu_optimizer: bool = flag(False, "offload the optimizer: keep and update its state in host memory")
     pipeline_schedule: str | None = flag(
         None,
@@ -279,7 +284,7 @@ _Layout = TypeVar("_Layout", bound=ParallelRequest)
 
 # Inference uses tensor, pipeline and data parallelism only.
 _TRAINING_FIELDS = (
-    *("overlap_grad_reduce", "ddp_bucket_size"),
+    *("overlap_grad_reduce", "ddp_bucket_size", "ddp_reduce_scatter_with_fp32_accumulation"),
     "sequence_parallel",
     "zero_stage",
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),

@@ -19,7 +19,7 @@ from megatron.config.sections.computation import INDUCTOR
 from megatron.config.sections.reporting import MEGATRON_STYLE, ReportConfig
 from megatron.engine.cuda_graphs import AUTO, any_failed_on, graph_refusal
 from megatron.engine.deepspeed_internals.parameters import whole_numel
-from megatron.engine.ds_config import deepspeed_config
+from megatron.engine.ds_config import buckets_of, deepspeed_config
 from megatron.engine.engine import Engine
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, frozen_names, is_frozen
 from megatron.engine.gradients.gradient_stats import NOISE, NORMS, ZEROS
@@ -63,12 +63,16 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: FreezeSpec = N
     """Builds the training engine of a resolved configuration."""
     if config.kernels.compile:
         check_compiler(config.kernels.compile_backend, mesh.device)
+    settings = deepspeed_config(config)
+    buckets = buckets_of(settings, mesh.gradient.size)
+    if config.parallel.ddp_reduce_scatter_with_fp32_accumulation:
+        buckets = buckets._replace(exchanged_dtype=getattr(torch, config.precision.dtype_name))
     engine = Engine(
         network_layers(config.model, mesh),
         build_objective(config, mesh),
         plan_of(config.optim),
         mesh,
-        deepspeed_config(config),
+        settings,
         step_settings(config, mesh),
         config.random.seed,
         freezing,
@@ -78,6 +82,7 @@ def build_engine(config: RunConfig, mesh: ParallelMesh, freezing: FreezeSpec = N
             measured_of_gradients(config.report),
             config.safety.check_for_nan_in_loss_and_grad,
         ),
+        buckets,
     )
     choose_products(config, engine)
     if config.kernels.compile:
