@@ -109,7 +109,7 @@ _AXIS_OF = {value: axis for axis, values in AXES.items() for value in values}
 
 @dataclass(frozen=True)
 class RefusedCombination:
-    """Values of some axes that do not go together, whatever the others are.
+    """Values of some axes that cannot be combined, whatever the others are.
 
     Attributes:
         values: names of `AXES`, as few as possible.

@@ -111,7 +111,7 @@ def test_batch_size_ramps_up_and_resumes(corpus: TinyCorpus, tmp_path: Path) -> 
 
 
 def test_a_range_beyond_the_samples_ends_the_run(corpus: TinyCorpus, tmp_path: Path) -> None:
-    """Its data counts towards --train-samples; a longer run passes over it and goes on."""
+    """Its data counts towards --train-samples; a longer run skips it and goes on."""
     skip = ["--skip-train-iteration-range", "2-9"]
     for samples, last in ((12, (1, 4)), (44, (3, 44))):
         flags = corpus.flags(*skip, folder=tmp_path, train_iters=None, train_samples=samples, lr_decay_samples=100)
