@@ -3,7 +3,7 @@ r"""Runs preprocess_data.py on distributed ranks: each encodes a shard, then all
     torchrun --nproc-per-node 4 tools/preprocess_data_dist.py --input corpus.jsonl --output-prefix my-gpt2 \
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod
 
-The output is byte-identical to that of preprocess_data.py for any number of ranks. All ranks must share a file system.
+The output is byte-identical to preprocess_data.py's for any number of ranks. All ranks must share a file system.
 As there, the integer type of ids is derived from the unpadded vocabulary (upstream uses the padded one).
 """
 

@@ -86,7 +86,7 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     }
 )
 _NO_PIPELINE, _STAGES = next(iter(AXES["pipeline"])), "--pipeline-model-parallel-size"
-# What a command may say of an axis with other flags than those of its values.
+# Flags of a command that concern an axis without setting its value.
 _ALSO: Mapping[str, frozenset[str]] = types.MappingProxyType(
     {
         "pipeline": frozenset(
