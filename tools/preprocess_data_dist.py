@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,11 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
             yield f"--columns {' '.join(self.columns)} contains a key twice. List it once."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
+    arguments = sys.argv[1:] if argv is None else argv
     flags = parse_flags(
-        DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
+        DistributedPreprocessFlags, arguments, prog="preprocess_data_dist.py", description=__doc__ or ""
     )
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: gloo is used.")
