@@ -23,7 +23,7 @@ def build(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return run_tool(build_demo_corpus.main, Path(), "--output", path, *words)
 
 
-def learn(*words: str | Path, prefix: Path) -> subprocess.CompletedProcess[str]:
+def learn(*words: object, prefix: Path) -> subprocess.CompletedProcess[str]:
     """Trains a tokenizer."""
     return run_tool(train_tokenizer.main, Path(), *words, "--output-prefix", prefix)
 

@@ -19,18 +19,18 @@ from tools import preprocess_data, train_tokenizer
 from tools.corpus import check_data, check_tokenizer
 
 
-def learn(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def learn(*words: object) -> subprocess.CompletedProcess[str]:
     """Trains a tokenizer."""
     return run_tool(train_tokenizer.main, Path(), *words)
 
 
-def learn_piped(texts: bytes, *words: str | Path) -> subprocess.CompletedProcess[bytes]:
+def learn_piped(texts: bytes, *words: object) -> subprocess.CompletedProcess[bytes]:
     """Trains a tokenizer on texts from standard input."""
     command = [sys.executable, train_tokenizer.__file__, "--input", "-", *map(str, words)]
     return subprocess.run(command, input=texts, capture_output=True, timeout=120, check=False)
 
 
-def check(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def check(*words: object) -> subprocess.CompletedProcess[str]:
     """Checks a tokenizer."""
     return run_tool(check_tokenizer.main, Path(), *words)
 
@@ -54,8 +54,8 @@ def test_a_unigram_vocabulary_end_to_end(tmp_path: Path, corpus: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "-> 'çok güzel 안녕 👍🏽'" in done.stdout and "tokens per word" in done.stdout
     prefix = tmp_path / "data"
-    words = ["--input", corpus, "--output-prefix", prefix, *choice, "--append-eod"]
-    done = run_tool(preprocess_data.main, tmp_path, *words)
+    files = ["--input", corpus, "--output-prefix", prefix]
+    done = run_tool(preprocess_data.main, tmp_path, *files, *choice, "--append-eod")
     assert done.returncode == 0, done.stderr
     done = run_tool(check_data.main, tmp_path, f"{prefix}_text_document", *choice, "--show", "1")
     assert done.returncode == 0 and "Random variable generators" in done.stdout
