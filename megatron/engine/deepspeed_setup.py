@@ -145,7 +145,7 @@ def build_optimizer(
     """Builds the optimizer with its parameter groups.
 
     Trained parameters are grouped by weight decay (matrices only), `lr_multiplier` (the factor of the group's learning
-    rate), the update at which their training began, the optimizer's own `group_entries`, and whether they are experts'.
+    rate), the first update of their training, the optimizer's own `group_entries`, and whether they are experts'.
 
     Args:
         tied, chunks, bucket_elements: see `parameter_groups`.

@@ -13,7 +13,7 @@ class FlatBucket:
 
     Args:
         like: tensors with the shapes and the device of the views.
-        dtype: of the buffer; that of `like` by default.
+        dtype: of the buffer; `like`'s by default.
         starts: the offset of each view; one after the other by default.
         length: elements of the buffer; up to the end of the last view by default.
 
