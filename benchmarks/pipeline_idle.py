@@ -41,6 +41,7 @@ from megatron.parallel.shard_spec import Dimension
 from megatron.parallel.tensor.layers import ColumnParallelLinear
 
 _WIDTH = 4
+NO_GRADIENTS: Any = SimpleNamespace(**dict.fromkeys(("begin_last", "accumulate", "end_last"), lambda _: None))
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def run(axis: Axis, flags: IdleFlags, name: str, chunks_per_rank: int) -> tuple[
     chunks = Chunks.of(network, schedule.placement, axis.rank)
     held: list[int] = []
     runner = ChunkRunner(LayerStack(chunks.specs), chunks, splits_backward=schedule.splits_backward)
-    executor = Executor(runner, axis, axis, lambda _: None, lambda _: None)
+    executor = Executor(runner, axis, axis, NO_GRADIENTS, lambda _: None)
     settings = StepSettings(hidden_size=_WIDTH)
     hidden = torch.zeros(1, 2, _WIDTH, requires_grad=True)
     batch = DeviceBatch((hidden,), (torch.zeros(1, dtype=torch.int64),), (1, 2), 0, (), ())

@@ -16,6 +16,7 @@ from torch import nn
 from megatron import log
 from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.device import Stopwatch, as_local_rank
+from megatron.engine.buckets.parameter_groups import NO_CHUNKS, parameter_groups
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
@@ -29,7 +30,6 @@ from megatron.engine.ds_config import buckets_of, without_ratio
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan
-from megatron.engine.parameter_groups import NO_CHUNKS, parameter_groups
 from megatron.errors import ConfigError
 from megatron.kernels.choice import Implementation
 from megatron.kernels.optimizer import keep_compiler_unloaded

@@ -9,7 +9,7 @@ from megatron.config import RunConfig
 from megatron.config.files.deepspeed_file import OFFLOADED_WEIGHTS, offloaded_ratio, read_settings
 from megatron.config.files.deepspeed_table import governing_flags
 from megatron.config.sections.parallel import default_bucket_elements
-from megatron.engine.gradients.bucket_queue import Buckets
+from megatron.engine.buckets.bucket_queue import Buckets
 
 # DeepSpeed has no setting for "never print".
 _NEVER_PRINT_STEPS = 2**31 - 1

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.engine.buckets.bucket_queue import Buckets
 from megatron.engine.deepspeed_internals.optimizer_views import view_of
 from megatron.engine.deepspeed_setup import initialize, join_deepspeed, set_rates, timed_messages
 from megatron.engine.ds_config import buckets_of
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
-from megatron.engine.gradients.bucket_queue import Buckets
 from megatron.engine.gradients.finite_check import FiniteCheck
 from megatron.engine.gradients.update_gate import NO_CHECKS, StepChecks, UpdateCount, UpdateGate
 from megatron.engine.micro_batch import DeviceBatch, MicroBatch
@@ -91,7 +91,9 @@ class Engine:
         tied_here, chunks = [weight for weight, _ in self.tied], self.chunks.numbers(self.stack)
         self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, tied_here, chunks)
         buckets = buckets or buckets_of(settings, mesh.gradient.size)
-        self.view = view_of(self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad, buckets)
+        self.view = view_of(
+            self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad, buckets, self.module.parameters()
+        )
         self.stack.before_layer = self.view.await_weights
         trained = [parameter for parameter in self.parameters() if not is_frozen(parameter)]
         plan.connect(self.optimizer, trained, self.view.slice_of, mesh)

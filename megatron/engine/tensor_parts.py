@@ -42,11 +42,6 @@ def has_whole_gradient(parameter: nn.Parameter) -> bool:
     return is_shared and is_block_matrix(parameter)
 
 
-def is_partial(parameter: nn.Parameter) -> bool:
-    """Returns True if the gradients of ranks with different tokens are summed before they are averaged."""
-    return any(axis.size > 1 for axis in shard_spec_of(parameter).summed_over)
-
-
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested containers."""
     if torch.is_tensor(value):

@@ -31,9 +31,7 @@ def step_figures(loss: float, norm: float | torch.Tensor, tokens: float = 4.0) -
 
 def stand_in_engine(optimizer: torch.optim.Optimizer, wrapper: Any = None, *, is_fp16: bool = False) -> SimpleNamespace:
     """What the view of a network without ZeRO asks of DeepSpeed's engine."""
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return SimpleNamespace(
-        module=SimpleNamespace(parameters=lambda: iter(trained)),
         optimizer=optimizer if wrapper is None else wrapper,
         basic_optimizer=optimizer,
         communication_data_type=torch.float16 if is_fp16 else torch.float32,

@@ -24,21 +24,23 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import nn
 
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.bucket_queue import Buckets
+from megatron.engine.buckets.flat_bucket import FlatGroup
+from megatron.engine.buckets.parameter_groups import is_partial
+from megatron.engine.buckets.weight_gathers import WeightGathers
 from megatron.engine.deepspeed_internals.base_view import OptimizerView, loss_scale_of
 from megatron.engine.deepspeed_internals.experts import is_expert
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
-from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.bucket_queue import Buckets
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.direct_gradients import DirectGradients
 from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.gradient_stats import GradientStats
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
+from megatron.engine.gradients.gradient_sum import GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.gradients.update_gate import UpdateGate
-from megatron.engine.tensor_parts import MasterSlice, has_whole_gradient, is_partial, tensors_in
-from megatron.engine.weight_gathers import WeightGathers
+from megatron.engine.tensor_parts import MasterSlice, has_whole_gradient, tensors_in
 from megatron.kernels.optimizer import AdamW, can_skip
 from megatron.parallel.mesh import ParallelMesh
 
@@ -50,9 +52,17 @@ class OwningView(GradientOwner, OptimizerView):
         mesh: determines the ranks that share a parameter.
         clipping: measures and clips gradients.
         buckets: their size, and whether messages overlap with computation.
+        parameters: of the network, in order.
     """
 
-    def __init__(self, engine: Any, mesh: ParallelMesh, clipping: Clipping, buckets: Buckets) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        mesh: ParallelMesh,
+        clipping: Clipping,
+        buckets: Buckets,
+        parameters: Iterable[nn.Parameter],
+    ) -> None:
         OptimizerView.__init__(self, engine)
         self._buckets = buckets
         self._device, self._implementation = clipping.device, clipping.implementation
@@ -62,7 +72,7 @@ class OwningView(GradientOwner, OptimizerView):
         self._copies: Sequence[Sequence[torch.Tensor]] = ()
         self._updates_network = False
         grouped = {id(parameter) for group in self.groups() for parameter in group}
-        trained = [parameter for parameter in engine.module.parameters() if id(parameter) in grouped]
+        trained = [parameter for parameter in parameters if id(parameter) in grouped]
         factor = engine.gradient_predivide_factor() if engine.postscale_gradients() else 1.0
         how = (engine.communication_data_type, None if factor == 1.0 else factor, buckets.exchanged_dtype)
         averaging = Averaging(mesh.gradient, *how)
@@ -298,13 +308,20 @@ def _is_alone(averaging: Averaging) -> bool:
     return averaging.axis.size == 1 and averaging.experts is None
 
 
-def view_of(engine: Any, zero_stage: int, mesh: ParallelMesh, norm_limit: float, buckets: Buckets) -> OptimizerView:
+def view_of(
+    engine: Any,
+    zero_stage: int,
+    mesh: ParallelMesh,
+    norm_limit: float,
+    buckets: Buckets,
+    parameters: Iterable[nn.Parameter],
+) -> OptimizerView:
     """The view of a DeepSpeed engine's optimizer; see `Clipping` for `norm_limit`."""
-    clipping = Clipping(norm_limit, mesh.model, mesh.device, mesh.kernels.optimizer)
+    how = mesh, Clipping(norm_limit, mesh.model, mesh.device, mesh.kernels.optimizer), buckets, parameters
     if zero_stage == 0:
-        return DirectView(engine, mesh, clipping, buckets)
+        return DirectView(engine, *how)
     if zero_stage == 3:
         return SubGroupView(engine)
     if isinstance(engine.optimizer, BF16_Optimizer):
-        return AccumulatedView(engine, mesh, clipping, buckets)
-    return PartitionedView(engine, mesh, clipping, buckets)
+        return AccumulatedView(engine, *how)
+    return PartitionedView(engine, *how)

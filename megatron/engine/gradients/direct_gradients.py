@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.bucket_queue import BucketQueue, Finish, in_buckets
-from megatron.engine.gradients.flat_bucket import FlatBucket
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.bucket_queue import BucketQueue, Finish, in_buckets
+from megatron.engine.buckets.flat_bucket import FlatBucket
 from megatron.engine.gradients.gradient_sum import GradientSum
 from megatron.kernels.products import add_product_, can_add_product
 from megatron.parallel.shard_spec import shard_spec_of

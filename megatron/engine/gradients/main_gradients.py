@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.bucket_queue import BucketQueue, Finish
-from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.bucket_queue import BucketQueue, Finish
+from megatron.engine.buckets.flat_bucket import FlatGroup
+from megatron.engine.gradients.gradient_sum import FlatGradients
 from megatron.kernels import multi_tensor
 from megatron.kernels.choice import Implementation
 from megatron.kernels.products import add_product_, can_add_product
@@ -139,7 +140,7 @@ class MainGradients(FlatGradients):
 
         def finish() -> None:
             part = pending.wait()
-            if part.dtype != buffer.dtype:
+            if part.data_ptr() != self._parts[number].data_ptr():  # not in place
                 self._parts[number].copy_(part)
 
         return finish

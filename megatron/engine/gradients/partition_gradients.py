@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.bucket_queue import BucketQueue, Finish
-from megatron.engine.gradients.flat_bucket import FlatBucket
-from megatron.engine.gradients.gradient_sum import FlatGradients, FlatGroup
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.bucket_queue import BucketQueue, Finish
+from megatron.engine.buckets.flat_bucket import FlatBucket, FlatGroup
+from megatron.engine.gradients.gradient_sum import FlatGradients
 from megatron.kernels import multi_tensor
 
 _MOST_IN_FLIGHT = 3  # each has a buffer

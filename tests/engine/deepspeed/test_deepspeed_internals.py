@@ -17,6 +17,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.utils import PIPE_REPLICATED, is_model_parallel_parameter
 
+from megatron.engine.buckets.bucket_queue import Buckets
 from megatron.engine.deepspeed_internals.base_view import SCALER_COUNTERS, OptimizerView
 from megatron.engine.deepspeed_internals.optimizer_views import (
     AccumulatedView,
@@ -28,7 +29,6 @@ from megatron.engine.deepspeed_internals.parameters import is_whole, mark_parame
 from megatron.engine.deepspeed_internals.pipeline_stage import BuiltStage
 from megatron.engine.deepspeed_internals.set_up import replaced_backend, skip_shared_memory_build
 from megatron.engine.engine import Engine
-from megatron.engine.gradients.bucket_queue import Buckets
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.update_gate import UpdateGate
 from megatron.engine.state import owned_pieces
@@ -229,7 +229,7 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else() -> None:
     scaler = dynamic_scaler(init_scale=1024.0, scale_window=1000, delayed_shift=1)
     wrapper = SimpleNamespace(loss_scaler=scaler)
     engine = stand_in_engine(optimizer, wrapper, is_fp16=True)
-    view = _Scaled(engine, mesh, Clipping(1.0, mesh.model, mesh.device), Buckets(1))
+    view = _Scaled(engine, mesh, Clipping(1.0, mesh.model, mesh.device), Buckets(1), [weight])
     gate = UpdateGate(mesh, spike_deviations=None, allows_overflow=True)
     view.guard(gate)
     for gradient, overflows in ((math.inf, True), (512.0, False)):

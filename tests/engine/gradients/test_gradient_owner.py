@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.gradient_owner import GradientOwner
-from megatron.engine.gradients.gradient_sum import FlatGroup
 from megatron.engine.gradients.loss_scale import LossScale, ScaleRule
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.update_gate import UpdateGate

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.engine.gradients import gradient_sum
-from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.direct_gradients import DirectGradients
-from megatron.engine.gradients.gradient_sum import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
@@ -68,7 +68,7 @@ def test_a_tied_weight_is_summed_after_the_average_where_the_network_is(
         sent.append((axis.name, values.device.type, len(values)))
         return torch.full((len(values),), 3.0)
 
-    monkeypatch.setattr("megatron.engine.gradients.averaging.start_reduce_scatter_sum", scattered)
+    monkeypatch.setattr("megatron.engine.buckets.averaging.start_reduce_scatter_sum", scattered)
     monkeypatch.setattr(gradient_sum, "all_reduce_sum", summed)
     weights, ends = nn.Parameter(torch.zeros(4, device=network_on)), Axis("embedding", 0, 2, (0, 3))
     groups = [FlatGroup((weights,), (0,), 4)]

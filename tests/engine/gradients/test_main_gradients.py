@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.gradient_sum import FlatGroup
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.parallel.mesh import Axis
 from tests.kernels.devices.adding_device import AddingDevice, adding_device

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.engine.gradients.averaging import Averaging
-from megatron.engine.gradients.gradient_sum import FlatGroup
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from megatron.data.loader import Batch
+from megatron.engine.buckets.bucket_queue import Buckets
 from megatron.engine.deepspeed_internals.optimizer_views import DirectView
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
 from megatron.engine.engine import Engine
-from megatron.engine.gradients.bucket_queue import Buckets
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.update_gate import (
     LEAST_STEPS,
@@ -234,7 +234,7 @@ def gated(spike_deviations: float | None, *, allows_overflow: bool = False) -> t
     gate = UpdateGate(ParallelMesh.single(), spike_deviations=spike_deviations, allows_overflow=allows_overflow)
     mesh = ParallelMesh.single()
     clipping = Clipping(0.0, mesh.model, mesh.device)
-    DirectView(stand_in_engine(optimizer), mesh, clipping, Buckets(1)).guard(gate)
+    DirectView(stand_in_engine(optimizer), mesh, clipping, Buckets(1), [weight]).guard(gate)
 
     def step(loss: float, norm: float = 1.0, tokens: float = 4.0) -> UpdateDecision | None:
         weight.grad = torch.full((1,), -1.0)

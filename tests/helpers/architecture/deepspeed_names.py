@@ -42,7 +42,6 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "every call of its step is to update": ("set_gradient_accumulation_boundary",),
         "it clears gradients, which are freed here, nowhere else": ("zero_grad",),
         "float16 is known": ("fp16_enabled",),
-        "the order of the network's parameters is known": ("module",),
     },
     _ENGINE_MODULE: {
         "optimizers that know of experts stand in for its own": ("BF16_Optimizer", "DeepSpeedZeroOptimizer"),

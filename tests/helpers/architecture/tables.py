@@ -112,7 +112,7 @@ SUBPACKAGE_ORDER: dict[str, tuple[str, ...]] = {
     ),
     "megatron.train": ("preflight", "restarts", ".", "start_up", "callbacks", "build"),
     "megatron.engine": (
-        "gradients",
+        *("buckets", "gradients"),
         *("ds_config", "grid", "tensor_parts", "optimizers", "deepspeed_internals"),
         ".",
         *("passes", "pipeline", "engine", "state", "weight_norms", "replicas", "memory"),

@@ -20,23 +20,24 @@ from megatron.config import RunConfig
 from megatron.config.sections.optimizers import MUON
 from megatron.config.sections.pipelines import is_schedule_file
 from megatron.data.loader import Batch
+from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.flat_bucket import FlatGroup
+from megatron.engine.buckets.parameter_groups import is_partial, parameter_groups
+from megatron.engine.buckets.weight_gathers import WeightGathers
 from megatron.engine.ds_config import buckets_of, deepspeed_config
-from megatron.engine.gradients.averaging import Averaging
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.direct_gradients import DirectGradients
 from megatron.engine.gradients.gradient_owner import GradientOwner
-from megatron.engine.gradients.gradient_sum import FlatGroup, GradientSum
+from megatron.engine.gradients.gradient_sum import GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.engine.gradients.partition_gradients import PartitionGradients
 from megatron.engine.optimizers.whole_matrices import DividedMatrix, WholeMatrices
-from megatron.engine.parameter_groups import parameter_groups
 from megatron.engine.passes.step_loss import StepLoss
 from megatron.engine.pipeline.chunk_pass import ChunkRunner
 from megatron.engine.pipeline.chunks import Chunks
 from megatron.engine.pipeline.executor import Executor
 from megatron.engine.stage_build import partial_parameters, tied_weights
-from megatron.engine.tensor_parts import is_block_matrix, is_partial
-from megatron.engine.weight_gathers import WeightGathers
+from megatron.engine.tensor_parts import is_block_matrix
 from megatron.model.interface.network import LayerStack
 from megatron.model.networks import network_layers
 from megatron.parallel.mesh import Axis, ParallelMesh, build_mesh, requested_axes, requested_experts

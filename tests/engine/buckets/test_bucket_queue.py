@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from megatron.engine.gradients.bucket_queue import BucketQueue, in_buckets
+from megatron.engine.buckets.bucket_queue import BucketQueue, in_buckets
 
 PARAMETERS = [nn.Parameter(torch.zeros(size)) for size in (4, 3, 2, 2, 1)]
 ORDER = {id(parameter): index for index, parameter in enumerate(PARAMETERS)}

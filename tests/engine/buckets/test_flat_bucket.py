@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.engine.gradients.flat_bucket import FlatBucket
+from megatron.engine.buckets.flat_bucket import FlatBucket
 
 
 def test_a_bucket_holds_memory_only_while_it_is_open() -> None:

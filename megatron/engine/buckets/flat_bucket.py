@@ -1,11 +1,13 @@
-"""A flat tensor for sending many tensors in one message."""
+"""Flat tensors of many parameters, which are sent in one message."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 
 class FlatBucket:
@@ -63,3 +65,46 @@ class FlatBucket:
         if self.is_open:
             self.flat.untyped_storage().resize_(0)
             self.is_open = False
+
+
+class FlatGroup(NamedTuple):
+    """Parameters in a flat buffer.
+
+    Attributes:
+        parameters: in the order of the buffer.
+        starts: the offset of each parameter.
+        length: elements of the buffer, padding included.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    starts: tuple[int, ...]
+    length: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], weights: torch.Tensor) -> FlatGroup:
+        """The group of parameters whose weights are views into a flat tensor."""
+        address, size = weights.data_ptr(), weights.element_size()
+        placed = sorted(
+            (((each.data_ptr() - address) // size, each) for each in parameters), key=lambda entry: entry[0]
+        )
+        return cls(tuple(each for _, each in placed), tuple(start for start, _ in placed), len(weights))
+
+    @property
+    def is_dense(self) -> bool:
+        """True if all padding is at the end."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return list(self.starts) == [sum(sizes[:number]) for number in range(len(sizes))]
+
+    def counted(self, is_counted: Callable[[nn.Parameter], bool], first: int, end: int) -> Iterator[tuple[int, int]]:
+        """The ranges of counted elements between two offsets of the buffer; adjacent ranges are joined."""
+        range_start = range_end = first
+        for parameter, start in zip(self.parameters, self.starts, strict=True):
+            if not is_counted(parameter):
+                continue
+            if start != range_end and start > first:
+                if range_end > range_start:
+                    yield range_start, range_end
+                range_start = min(max(start, first), end)
+            range_end = min(max(start + parameter.numel(), first), end)
+        if range_end > range_start:
+            yield range_start, range_end

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.engine.gradients.bucket_queue import in_buckets
-from megatron.engine.tensor_parts import is_partial
+from megatron.engine.buckets.bucket_queue import in_buckets
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import shard_spec_of
 
@@ -49,3 +48,8 @@ def parameter_groups(
         is_alone = shard_spec_of(members[0]).replicas(mesh).size == 1
         divided += [members] if bucket_elements is None or is_alone else in_buckets(members, bucket_elements)
     return divided
+
+
+def is_partial(parameter: nn.Parameter) -> bool:
+    """Returns True if the gradients of ranks with different tokens are summed before they are averaged."""
+    return any(axis.size > 1 for axis in shard_spec_of(parameter).summed_over)

@@ -1,4 +1,4 @@
-"""The benchmarks of pipelines run, and measure what they say."""
+"""The benchmarks of pipelines and of overlap run, and measure what they say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import io
 import json
 from typing import Any
 
-from benchmarks import pipeline_host_cost, pipeline_idle
+import pytest
+
+from benchmarks import overlap, pipeline_host_cost, pipeline_idle
 from tests.helpers.ranks import free_port, run_ranks
 
 
@@ -37,3 +39,11 @@ def test_the_first_rank_prints_what_was_measured() -> None:
         assert 0 < low <= host[f"ratio_{figure}"]["value"] <= high
     assert idle["zbv"]["simulated"] == 7.7 and 5 < idle["zbv"]["value"] < 100
     assert idle["zbv_held_above_simulation"]["value"] == 0 and idle["zbv_slept_longer"]["value"] >= 0
+
+
+def test_overlap_is_measured_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert overlap.main(["--layers", "4", "--buckets", "4", "--milliseconds", "20", "--steps", "1"]) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {record["figure"]: record["planned"] for record in records} == {
+        **{"zero1_blocking": 100, "zero1_overlapped": 25, "zero2_blocking": 100, "zero2_overlapped": 25},
+    }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron.engine.gradients.gradient_sum import FlatGroup
+from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import PendingMessage, start_all_gather
 

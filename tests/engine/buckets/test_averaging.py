@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.engine.gradients.averaging import Averaging
+from megatron.engine.buckets.averaging import Averaging
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from tests.helpers.layouts import Layout

@@ -1,0 +1,5 @@
+"""Buckets: ranges of parameters that data-parallel ranks divide, and exchange in one message while passes run.
+
+`parameter_groups` divides parameters into buckets, `BucketQueue` orders their messages, `Averaging` and `WeightGathers`
+send them.
+"""
