@@ -28,6 +28,11 @@ class ParallelRequest(ConfigSection):
         "sequence parallelism: split activations along the sequence over the tensor-parallel ranks, outside of "
         "attention and MLP; no effect without tensor parallelism",
     )
+    async_tensor_model_parallel_allreduce: bool = flag(
+        True,
+        "sum input gradients over the tensor-parallel ranks while weight gradients are computed; sequence parallelism "
+        "always overlaps its messages",
+    )
     pipeline_model_parallel_size: int = flag(1, "degree of pipeline parallelism", at_least=1)
     zero_stage: int = flag(
         1,
@@ -256,7 +261,7 @@ _Layout = TypeVar("_Layout", bound=ParallelRequest)
 
 # Inference uses tensor, pipeline and data parallelism only.
 _TRAINING_FIELDS = (
-    "sequence_parallel",
+    *("sequence_parallel", "async_tensor_model_parallel_allreduce"),
     "zero_stage",
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size"),

@@ -19,6 +19,7 @@ from megatron.kernels.cross_entropy import LossGradients, cross_entropy_, logit_
 from megatron.kernels.products import add_product_, linear, matrix_product, needs_widening, product_in_float32
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.collectives import PendingTokens, start_all_reduce
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
 
 # Logits of a chunk, and its minimum rows: with fewer, adding to the weight gradient costs more than the products.
@@ -34,13 +35,15 @@ class FactoredLogits(NamedTuple):
     Shapes: hidden `[b, s, h]`, weight `[v/t, h]`.
 
     Attributes:
-        hidden: the input of the column-parallel product, after `copy_to`.
+        hidden: the input of the column-parallel product.
         softcap: the cap of `megatron.kernels.softcap`, if any.
+        sums_gradient: `head_losses` sums the gradient of hidden over the ranks, instead of its source in autograd.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     softcap: float | None = None
+    sums_gradient: bool = False
 
     def at(self, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some tokens. Shapes: rows `[n]` int64, as indices into `[b * s]`; result `[n, v/t]`."""
@@ -73,7 +76,7 @@ class HeadGradients(NamedTuple):
 
     def attached_to(self, value: torch.Tensor) -> torch.Tensor:
         """The value of the minimized loss with these gradients as its backward pass. Shapes: `[]`."""
-        hidden, weight, _ = self.logits
+        hidden, weight, *_ = self.logits
         return _Attach.apply(value, hidden, weight, self.of_hidden, self.of_weight, self.factor)  # type: ignore[no-any-return]
 
 
@@ -118,7 +121,7 @@ def head_losses(
     with torch.no_grad():
         tokens = _Tokens.of(logits.hidden, labels, weights)
         head = _Head(logits, axis, vocab_size, terms, implementation)
-        sums = _GradientSums(logits, tokens) if is_trained else None
+        sums = _GradientSums(logits, tokens, axis) if is_trained else None
         if factor is not None:
             factor = factor.masked_fill(factor == 0, 1.0)  # backward divides by it
         losses = []
@@ -131,8 +134,8 @@ def head_losses(
             scaled = part.weights if factor is None else part.weights * factor
             losses.append(head.losses_and_gradient_(product, part.labels, scaled))
             sums.add(chunk, product, part.hidden, head.weight)
-        gradients = None if sums is None else HeadGradients(logits, sums.of_hidden(), sums.of_weight(), factor)
-        return HeadLosses(tokens.spread(losses), gradients)
+        spread, of_weight = tokens.spread(losses), None if sums is None else sums.of_weight()
+        return HeadLosses(spread, None if sums is None else HeadGradients(logits, sums.of_hidden(), of_weight, factor))
 
 
 class _Attach(torch.autograd.Function):
@@ -278,8 +281,10 @@ class _GradientSums:
     the whole sum to 8 or 11 bits, and the result would depend on the number of chunks.
     """
 
-    def __init__(self, logits: FactoredLogits, tokens: _Tokens) -> None:
+    def __init__(self, logits: FactoredLogits, tokens: _Tokens, axis: Axis) -> None:
         self._logits, self._tokens = logits, tokens
+        self._axis = axis if logits.sums_gradient and axis.size > 1 else None
+        self._pending: PendingTokens | None = None
         self._of_hidden = torch.empty_like(tokens.hidden) if logits.hidden.requires_grad else None
         self._of_weight: torch.Tensor | None = None
 
@@ -287,6 +292,9 @@ class _GradientSums:
         """Adds the two products of a chunk. Shapes: gradient `[n, v/t]`, hidden `[n, h]`, weight `[v/t, h]`."""
         if self._of_hidden is not None:
             add_product_(self._of_hidden[chunk], gradient, weight, replaces=True)
+            # Summing it over the ranks overlaps with the last product of the weight gradient.
+            if self._axis is not None and self._axis.overlaps and chunk.stop == len(self._of_hidden):
+                self._pending = start_all_reduce(self._tokens.scattered(self._of_hidden), self._axis)
         if not self._logits.weight.requires_grad:
             return
         if self._of_weight is None:
@@ -299,7 +307,10 @@ class _GradientSums:
 
     def of_hidden(self) -> torch.Tensor | None:
         """Shapes: `[b, s, h]`."""
-        return None if self._of_hidden is None else self._tokens.scattered(self._of_hidden)
+        if self._pending is not None:
+            return self._pending.wait()
+        whole = None if self._of_hidden is None else self._tokens.scattered(self._of_hidden)
+        return whole if whole is None or self._axis is None else start_all_reduce(whole, self._axis).wait()
 
     def of_weight(self) -> torch.Tensor | None:
         """Shapes: `[v/t, h]`."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor import collectives, head_loss
 from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, _chunk_rows_on_gpu, _chunks, head_losses
 from tests.helpers.layouts import Layout
+from tests.helpers.machines.launches import recorded
 from tests.helpers.ranks import run_ranks
 
 VOCABULARY, PADDED, FACTOR = 21, 32, 0.37
@@ -57,7 +61,7 @@ def _found(
     hidden, weight, labels, weights = _inputs(dtype)
     width = PADDED // axis.size
     hidden, weight = hidden.requires_grad_(), weight[axis.rank * width :][:width].clone().requires_grad_()
-    logits = FactoredLogits(copy_to(hidden, axis), weight, softcap)
+    logits = FactoredLogits(hidden, weight, softcap, sums_gradient=True)
     scale = None if factor is None else torch.tensor(factor)
     settings = {"factor": scale, "chunk_rows": chunk_rows}
     losses, gradients = head_losses(logits, labels, weights, axis, VOCABULARY, terms, **settings)
@@ -88,16 +92,25 @@ def test_one_process(dtype: torch.dtype) -> None:
             assert not found[3][VOCABULARY:].any()
 
 
-def _on_rank(rank: int) -> list[list[torch.Tensor]]:
-    axis = open_mesh(Layout(2)).tp
-    return [_found(axis, torch.float32, *case) for case in CASES]
+def _on_rank(rank: int, overlaps: bool) -> tuple[list[list[torch.Tensor]], list[str]]:
+    axis = dataclasses.replace(open_mesh(Layout(2)).tp, overlaps=overlaps)
+    found = [_found(axis, torch.float32, *case) for case in CASES]
+    events: list[str] = []
+    with recorded(events, (head_loss, "add_product_"), (dist, "all_reduce"), (collectives, "wait_for")):
+        _found(axis, torch.float32, *CASES[0])
+    return found, events
 
 
-def test_a_vocabulary_that_two_ranks_share() -> None:
-    for case, first, second in zip(CASES, *run_ranks(_on_rank, 2), strict=True):
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_vocabulary_that_two_ranks_share(overlaps: bool) -> None:
+    (parts, events), (others, _) = run_ranks(_on_rank, 2, overlaps)
+    for case, first, second in zip(CASES, parts, others, strict=True):
         for one, other in zip(first[:3], second[:3], strict=True):
             assert torch.equal(one, other)
         _check([*first[:3], torch.cat([first[3], second[3]])], torch.float32, *case)
+    of_hidden, of_weight, message = "add_product_", "add_product_", ["all_reduce"]
+    last = [of_hidden, *message, of_weight] if overlaps else [of_hidden, of_weight, *message]
+    assert events[-4:] == [*last, "wait_for"]
 
 
 def test_the_factor_changes_no_gradient() -> None:
