@@ -199,7 +199,7 @@ class ParallelMesh:
 
     def configured(self, parallel: ParallelRequest) -> ParallelMesh:
         """A copy of the mesh for layers that split the sequence and overlap messages as requested."""
-        overlaps = parallel.async_tensor_model_parallel_allreduce
+        overlaps = parallel.async_tensor_model_parallel_allreduce or parallel.splits_sequence
         axes = tuple(dataclasses.replace(axis, overlaps=overlaps) for axis in self.axes)
         return dataclasses.replace(self, axes=axes, splits_sequence=parallel.splits_sequence)
 

@@ -29,9 +29,7 @@ class ParallelRequest(ConfigSection):
         "attention and MLP; no effect without tensor parallelism",
     )
     async_tensor_model_parallel_allreduce: bool = flag(
-        True,
-        "sum input gradients over the tensor-parallel ranks while weight gradients are computed; sequence parallelism "
-        "always overlaps its messages",
+        True, "overlap the sums of input gradients over tensor-parallel ranks with the products of weight gradients"
     )
     pipeline_model_parallel_size: int = flag(1, "degree of pipeline parallelism", at_least=1)
     zero_stage: int = flag(

@@ -14,7 +14,7 @@ from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_a
 from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
-from megatron.parallel.tensor.collectives import gather_sequence
+from megatron.parallel.tensor.collectives import gather_sequence, gathered_tokens
 from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
 from megatron.parallel.tensor.linear import column_linear
@@ -167,23 +167,23 @@ class OutputHead(nn.Module):
         # A view of the weight: DeepSpeed prepares for backward in hooks on computed outputs, and must have done so
         # before a gradient reaches the parameter.
         weight: torch.Tensor = self.weight  # type: ignore[assignment]
-        hidden, is_split = self._column_input(hidden, context.splits_sequence), context.splits_sequence
-        return FactoredLogits(hidden, weight.view_as(weight), self.softcap, sums_gradient=not is_split)
+        scaled = self._scaled(hidden)
+        whole = gathered_tokens(scaled.detach(), self.axis) if context.splits_sequence else scaled
+        return FactoredLogits(whole, weight.view_as(weight), self.softcap, source=scaled)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits of replicated tokens. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
         return self._product(hidden, splits_sequence=False)
 
     def _product(self, hidden: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
-        weight = self.weight if self.packed is None else self.packed
-        axis = Axis.single("tp") if splits_sequence else self.axis  # gathering sums the gradient
-        logits = column_linear(self._column_input(hidden, splits_sequence), weight, self.bias, axis)  # type: ignore[arg-type]
+        hidden, axis = self._scaled(hidden), self.axis
+        if splits_sequence:
+            hidden, axis = gather_sequence(hidden, axis), Axis.single("tp")  # gathering sums the gradient
+        logits = column_linear(hidden, self.weight if self.packed is None else self.packed, self.bias, axis)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
-    def _column_input(self, hidden: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
-        """The input of the column-parallel product. Shapes: `[b, s or s/t, h]` to `[b, s, h]`."""
-        scaled = hidden if self.multiplier == 1 else hidden * self.multiplier
-        return gather_sequence(scaled, self.axis) if splits_sequence else scaled
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.multiplier == 1 else hidden * self.multiplier
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:
