@@ -88,7 +88,7 @@ class OwnTextFlags(ProgramFlags):
 
     @property
     def program(self) -> Program:
-        """The program's defaults, with which the same command continues an interrupted run."""
+        """The program's defaults; with them the same command continues an interrupted run."""
         checkpoints = str(self.folder / "checkpoints")
         defaults = {
             "saving.save": checkpoints,

@@ -187,7 +187,7 @@ class Demo:
         call(python(core_count(), ROOT / "pretrain_gpt.py", *self.layout_flags(1, 1), *self.training_flags("resumed")))
 
     def layout_flags(self, tensor: int, pipeline: int) -> list[object]:
-        """The flags of a layout; a pipeline gets enough micro batches to keep its stages busy."""
+        """The flags of a layout; a pipeline gets enough micro-batches to keep its stages busy."""
         micro_batch_size = self.size.global_batch_size // (4 if pipeline > 1 else 1)
         sizes = ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
         return [*sizes, "--micro-batch-size", micro_batch_size]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 
 from tests.data.databases import KINDS, Database, new_database
+from tests.helpers.campaign_cases import DEFAULT_CASES
 from tests.helpers.ranks import LAUNCH_VARIABLES
-from tests.helpers.samples import DEFAULT_CASES
 from tests.helpers.suite import selection
 
 # No test fails because a shared machine was slow.

@@ -44,8 +44,8 @@ class ChatFlags(SamplingFlags):
         help="folder of checkpoints (the newest valid one is used), or one checkpoint", path=PathUse.FOLDER
     )
     chat_template: str | None = flag(
-        None, "chat template: plain, chatml, llama, dsgpt2, or a file with a Jinja template; that of the checkpoint's "
-        "fine-tuning, else the tokenizer's, if unset", path=PathUse.FILE_OR_FOLDER,
+        None, "chat template: plain, chatml, llama, dsgpt2, or a file with a Jinja template; if unset, the one used "
+        "for fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     system: str = flag("", "system prompt")
     max_new_tokens: int | None = flag(None, "maximum number of tokens per answer; as many as fit if unset", at_least=1)

@@ -119,7 +119,7 @@ def show(findings: Sequence[Finding], can_start: bool) -> None:
 def show_layouts(arguments: Sequence[str], *, as_json: bool) -> None:
     """Prints the values of every axis of the layout: given, working with its test, or refused with the reason.
 
-    For a refused command, prints the reasons, and the values with which it is accepted.
+    For a refused command, prints the reasons, and values that are accepted.
     """
     from docs.site.layout_survey import survey
     from docs.site.layouts import TESTED_BY, test_of

@@ -8,7 +8,7 @@ r"""Merges preprocessed corpora; the result is byte-identical to preprocessing e
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,9 +47,10 @@ class MergeFlags(ConfigSection):
         yield from prefix_problems("--output-prefix", self.output_prefix, ".bin")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    flags = parse_flags(MergeFlags, sys.argv[1:], prog="merge_preprocessed_data.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(MergeFlags, arguments, prog="merge_preprocessed_data.py", description=__doc__ or "")
     process_exit.interrupt_on_sigterm()
     if flags.merge == "distributed":
         return _merge_distributed(flags)

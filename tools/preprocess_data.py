@@ -102,9 +102,10 @@ class PreprocessFlags(TokenizerFileFlags):
             )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    return run(parse_flags(PreprocessFlags, sys.argv[1:], prog="preprocess_data.py", description=__doc__ or ""))
+    arguments = sys.argv[1:] if argv is None else argv
+    return run(parse_flags(PreprocessFlags, arguments, prog="preprocess_data.py", description=__doc__ or ""))
 
 
 def run(flags: PreprocessFlags) -> int:

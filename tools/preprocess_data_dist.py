@@ -3,7 +3,7 @@ r"""Runs preprocess_data.py on distributed ranks: each encodes a shard, then all
     torchrun --nproc-per-node 4 tools/preprocess_data_dist.py --input corpus.jsonl --output-prefix my-gpt2 \
         --vocab-file vocab.json --merge-file merges.txt --tokenizer-type GPT2BPETokenizer --append-eod
 
-The output is byte-identical to that of preprocess_data.py for any number of ranks. All ranks must share a file system.
+The output is byte-identical to preprocess_data.py's for any number of ranks. All ranks must share a file system.
 As there, the integer type of ids is derived from the unpadded vocabulary (upstream uses the padded one).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,10 +108,11 @@ class DistributedPreprocessFlags(TokenizerFileFlags):
             yield f"--columns {' '.join(self.columns)} contains a key twice. List it once."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
+    arguments = sys.argv[1:] if argv is None else argv
     flags = parse_flags(
-        DistributedPreprocessFlags, sys.argv[1:], prog="preprocess_data_dist.py", description=__doc__ or ""
+        DistributedPreprocessFlags, arguments, prog="preprocess_data_dist.py", description=__doc__ or ""
     )
     if flags.torch_backend == "mpi":
         log.warning("--torch-backend mpi: gloo is used.")

@@ -10,6 +10,7 @@ that of preprocess_data.py for any --workers.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,12 +19,13 @@ from megatron import process_exit
 from megatron.config import parse_flags
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
+    arguments = sys.argv[1:] if argv is None else argv
     from preprocess_data import PreprocessFlags, run  # in this file's folder, the first entry of sys.path
 
     name = "preprocess_data_many_cores.py"
-    return int(run(parse_flags(PreprocessFlags, sys.argv[1:], prog=name, description=__doc__ or "")))
+    return int(run(parse_flags(PreprocessFlags, arguments, prog=name, description=__doc__ or "")))
 
 
 if __name__ == "__main__":

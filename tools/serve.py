@@ -4,8 +4,8 @@
     curl 'localhost:4000/generate?sentence=Hello'
 
 The server listens on 127.0.0.1 unless --host is set. On SIGTERM and Ctrl-C, running requests are completed. Under
-torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network over several processes, the
-first of which serves. See docs/serving.md.
+torchrun, --tensor-model-parallel-size and --pipeline-model-parallel-size split the network over several processes; the
+first one serves. See docs/serving.md.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ServeFlags(SamplingFlags):
     port: int = flag(4000, "port to listen on; 0 for a free one", at_least=0, at_most=65535)
     served_model_name: str | None = flag(None, "model name for clients; the name of the checkpoint folder if unset")
     chat_template: str | None = flag(
-        None, "chat template: plain, chatml, llama, dsgpt2, or a file with a Jinja template; that of the checkpoint's "
-        "fine-tuning, else the tokenizer's, if unset", path=PathUse.FILE_OR_FOLDER,
+        None, "chat template: plain, chatml, llama, dsgpt2, or a file with a Jinja template; if unset, the one used "
+        "for fine-tuning, else the tokenizer's", path=PathUse.FILE_OR_FOLDER,
     )  # fmt: skip
     token_file: str | None = flag(
         None,

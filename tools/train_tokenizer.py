@@ -17,7 +17,7 @@ deterministic. tools/corpus/check_tokenizer.py evaluates it on texts.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,9 +88,10 @@ class TrainTokenizerFlags(ConfigSection):
             yield f"--megabytes {self.megabytes:g} cannot be combined with --sample {self.sample:g}. Drop one of them."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    flags = parse_flags(TrainTokenizerFlags, sys.argv[1:], prog="train_tokenizer.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(TrainTokenizerFlags, arguments, prog="train_tokenizer.py", description=__doc__ or "")
     from megatron.tokenizers.tokenizer_files import require_tokenizers
     from trident.corpus.vocabulary.learning import check_vocabulary_writable, save_vocabulary, special_tokens
 

@@ -101,7 +101,7 @@ class Case:
     def text(self) -> str:
         """A description from which the case can be run again."""
         parts = (*self.words, "|", *self.layout, "| ranks", self.ranks, "layers", self.recipe.num_layers)
-        more = f"micro batch {self.recipe.micro_batch_size} of {self.recipe.global_batch_size}"
+        more = f"micro-batch {self.recipe.micro_batch_size} of {self.recipe.global_batch_size}"
         rest = f"bucket {self.bucket_elements}, skipped step {self.skipped_step}"
         return f"seed {self.seed}, {self.model}: {' '.join(map(str, parts))}, {more}, {rest}"
 

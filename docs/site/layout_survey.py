@@ -86,7 +86,7 @@ AXES: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
     }
 )
 _NO_PIPELINE, _STAGES = next(iter(AXES["pipeline"])), "--pipeline-model-parallel-size"
-# What a command may say of an axis with other flags than those of its values.
+# Flags of a command that concern an axis without setting its value.
 _ALSO: Mapping[str, frozenset[str]] = types.MappingProxyType(
     {
         "pipeline": frozenset(
@@ -109,7 +109,7 @@ _AXIS_OF = {value: axis for axis, values in AXES.items() for value in values}
 
 @dataclass(frozen=True)
 class RefusedCombination:
-    """Values of some axes that do not go together, whatever the others are.
+    """Values of some axes that cannot be combined, whatever the others are.
 
     Attributes:
         values: names of `AXES`, as few as possible.

@@ -120,7 +120,7 @@ class AllInOneTrainer(ConfigSection):
     lr: float = flag(6.25e-5, "learning rate", above=0)
     optimizer: str = flag("Adam", "Adam without weight decay, or AdamW", choices=tuple(_WEIGHT_DECAY))
     n_epochs: int = flag(1, "passes over the data", at_least=1)
-    warmup_steps: int = flag(0, "steps in which the learning rate rises from 0", at_least=0)
+    warmup_steps: int = flag(0, "steps of the learning rate's rise from 0", at_least=0)
     log_interval: int = flag(100, "steps between two lines, and two scalars", at_least=1)
     ckpt_interval: int = flag(1000, "steps between checkpoints", at_least=1)
     valid_interval: int = flag(1000, "steps between validations", at_least=1)

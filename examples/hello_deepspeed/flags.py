@@ -47,7 +47,7 @@ class HelloDeepSpeedFlags(ProgramFlags):
     """The flags of train_bert.py."""
 
     checkpoint_dir: str | None = flag(
-        None, "folder in which a new experiment folder is made", spelled=("--checkpoint_dir",), path=PathUse.FOLDER
+        None, "parent folder of the new experiment folder", spelled=("--checkpoint_dir",), path=PathUse.FOLDER
     )
     load_checkpoint_dir: str | None = flag(
         None,

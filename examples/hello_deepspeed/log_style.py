@@ -23,5 +23,5 @@ def iteration_lines(metrics: StepMetrics, position: LogPosition) -> list[str]:
 
 
 def evaluation_lines(group: str, prefix: str, loss: float, position: LogPosition) -> list[str]:
-    """The result of an evaluation, for which there were no lines."""
+    """The result of an evaluation; the original printed none."""
     return [f"{group} loss at {prefix}: {loss:.4f}"]

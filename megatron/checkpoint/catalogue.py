@@ -143,7 +143,7 @@ class Catalogue:
         return [kind for kind in KINDS if (name, kind) in self._numbers]
 
     def source_kind(self, name: str, kind: Kind) -> Kind | None:
-        """The kind from which `kind` of this tensor is read: itself or a substitute; None if neither is stored."""
+        """The kind to read for `kind` of this tensor: itself or a substitute; None if neither is stored."""
         return next((each for each in (kind, *_SUBSTITUTES.get(kind, ())) if (name, each) in self._numbers), None)
 
     def shape(self, name: str) -> tuple[int, ...] | None:

@@ -72,7 +72,7 @@ class CheckpointLock:
     Only global rank 0 accesses the file; one of its threads increments the counter.
 
     Args:
-        heartbeat_seconds: interval at which the counter is incremented.
+        heartbeat_seconds: interval between increments of the counter.
         stale_seconds: time without a new count after which a holder on another machine is considered gone.
     """
 

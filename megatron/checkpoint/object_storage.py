@@ -161,7 +161,7 @@ class ObjectStorage:
         return sorted(objects, key=lambda name: PurePosixPath(name).name != _MANIFEST)
 
     def _at(self, path: Path) -> tuple[Any, str]:
-        """The store of a path, from which `Path` has removed a slash, and the location in the store."""
+        """The store of a path that lost a slash to `Path`, and the location in the store."""
         scheme = str(path).partition(":")[0].lower()
         address = _ADDRESS.sub(rf"{scheme}:///" if scheme == "file" else rf"{scheme}://", str(path), count=1)
         if scheme not in self._stores:

@@ -92,7 +92,7 @@ def publish(temporary: Path, final: Path, run: str, storage: Storage) -> None:
 
 
 def write_hint(directory: Path, step: int, run: str, storage: Storage) -> None:
-    """Writes the hint by which upstream's tools find the newest checkpoint; a failure is only a warning."""
+    """Writes the file that names the newest checkpoint for upstream's tools; a failure is only a warning."""
     temporary = directory / (HINT_NAME if is_address(directory) else f"{TEMPORARY_PREFIX}latest-{run}")
     try:
         storage.remove_file(temporary)

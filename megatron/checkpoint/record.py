@@ -24,7 +24,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps taken, including skipped ones.
-        consumed_samples: training samples consumed, including those of skipped steps.
+        consumed_samples: training samples consumed, also in skipped steps.
         consumed_tokens: the same in tokens.
         skipped_steps: steps whose update was skipped because a half-precision gradient overflowed.
         bad_steps: steps whose update was skipped because loss or gradient were not finite, or far above the usual.
@@ -92,7 +92,7 @@ class Record:
         run_id: identifies the run through all its restarts; empty in older checkpoints.
         finetuned_from: the checkpoint whose weights a fine-tuning run started from: `run_id` (empty if unknown),
             `step` and `fingerprint`, a digest of its tensors; else empty.
-        forked_from: the checkpoint at which the run was forked from another run, in the same form; else empty.
+        forked_from: the checkpoint of another run that this run was forked from, in the same form; else empty.
         validation_loss: of the evaluation at this step, in nats per token; None without one.
         recent: recent values by name, for the detection of spikes.
         passed_batches: batches that were skipped because starts failed on them: `step`, `first_sample`, `last_sample`.

@@ -123,7 +123,7 @@ def write_snapshot(
     """Writes the snapshots of all ranks to `directory/iter_{step:07d}`; collective over the whole mesh.
 
     Args:
-        record: JSON for the manifest; only that of global rank 0 is used.
+        record: JSON for the manifest; only global rank 0's is used.
 
     Raises:
         NumericsError: a value on some rank is NaN or infinite.

@@ -192,7 +192,7 @@ def _rule(section: str, field: dataclasses.Field[Any], current: RunConfig) -> st
 
 
 def _schedule_problems(saved: Mapping[str, Any], optim: OptimConfig) -> Iterator[str]:
-    """Differences with which the checkpoint's schedule would give other learning rates."""
+    """Differences that would make the checkpoint's schedule give other learning rates."""
     then, now = _unit(saved), _unit(vars(optim))
     by_samples = then != "iters"
     if by_samples != optim.is_counted_in_samples:

@@ -88,7 +88,7 @@ class RunSections:
 
     @property
     def head_share(self) -> float:
-        """The fraction of tokens for which logits are computed."""
+        """The fraction of tokens whose logits are computed."""
         return self.masking.mask_prob if self.loss.objective == MASKED else 1.0
 
 

@@ -270,7 +270,7 @@ def planned_samples(
     *,
     ranges: Sequence[StepRange] = (),
 ) -> tuple[int, int | None, int | None]:
-    """Samples of training, validation and test over the whole run, for which index files are built.
+    """Samples of training, validation and test over the whole run; index files are built for them.
 
     None for validation and test stands for all data once (--full-validation). Every evaluation uses the same first
     samples, so those of one evaluation suffice (upstream continues through its validation data). With --train-iters,

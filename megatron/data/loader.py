@@ -28,7 +28,7 @@ _AHEAD_TOKENS = 1 << 16
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch of one rank.
+    """One micro-batch of one rank.
 
     Shapes:
         tokens, labels: int64 [b, s]; loss_mask: float32 [b, s], weight of each label.
@@ -93,13 +93,13 @@ class BatchOptions:
 def first_samples(
     first_sample: int, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
 ) -> range:
-    """Returns the first sample of each micro batch of a rank, see `MicroBatches`."""
+    """Returns the first sample of each micro-batch of a rank, see `MicroBatches`."""
     first = first_sample + dp_rank * micro_batch_size
     return range(first, first_sample + global_batch_size, micro_batch_size * dp_size)
 
 
 class MicroBatches:
-    """This rank's micro batches of one global batch: samples [first_sample, first_sample + global_batch_size).
+    """This rank's micro-batches of one global batch: samples [first_sample, first_sample + global_batch_size).
 
     In micro step m, rank r owns the `micro_batch_size` samples from `first_sample + (m * dp_size + r) *
     micro_batch_size`. Samples from `stop_sample` on do not exist: they are replaced by padding without loss (the last
@@ -278,7 +278,7 @@ def segment_ids(tokens: np.ndarray, eod_id: int | None) -> np.ndarray:
 
 
 class BatchLoader:
-    """Yields the micro batches of one global batch after another and reads the likely next ones in a thread.
+    """Yields the micro-batches of one global batch after another and reads the likely next ones in a thread.
 
     The guess (same size, next sample) is wrong at a ramp-up step or a skipped range; such a batch is read on demand.
     An error during read-ahead is raised when its batch is requested, not before.
@@ -313,7 +313,7 @@ class BatchLoader:
         self.close()
 
     def micro_batches(self, first_sample: int, global_batch_size: int, stop_sample: int | None = None) -> list[Batch]:
-        """Returns this rank's micro batches of the samples [first_sample, first_sample + global_batch_size).
+        """Returns this rank's micro-batches of the samples [first_sample, first_sample + global_batch_size).
 
         Raises:
             ConfigError, DataError: see `MicroBatches`.

@@ -138,7 +138,7 @@ def build_optimizer(
     """Builds the optimizer with its parameter groups.
 
     Trained parameters are grouped by weight decay (matrices only), `lr_multiplier` (the factor of the group's learning
-    rate), the update at which their training began, the optimizer's own `group_entries`, and whether they are experts'.
+    rate), the first update of their training, the optimizer's own `group_entries`, and whether they are experts'.
     A tied weight is a separate group, so that both stages partition it alike over their data-parallel ranks.
 
     Args:

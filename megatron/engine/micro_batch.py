@@ -32,7 +32,7 @@ class DeviceBatch:
 
     Attributes:
         inputs: the inputs of the first layer; empty on ranks without it.
-        passed: the tensors from which each stage builds the `StepContext`.
+        passed: the tensors that each stage builds the `StepContext` from.
         shape: number of samples, and of tokens in each: the first two dimensions of hidden states.
         first_sample: the first sample id, as a Python integer; None if it is only on the device.
         targets: the factors of the loss sums over tokens and over samples `[2]`, then the objective's targets in the

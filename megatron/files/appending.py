@@ -35,7 +35,7 @@ def append_line(path: Path, line: str, *, durable: bool = False) -> None:
 
 
 class LogCopy:
-    """A file to which messages are appended; failures are counted, not raised."""
+    """A file that receives every message; failures are counted, not raised."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)

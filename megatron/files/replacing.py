@@ -73,7 +73,7 @@ def is_running(process_id: int) -> bool:
 
 
 def _this_machine() -> str:
-    """Eight digits that identify a machine and PID namespace, in which process ids are comparable."""
+    """Eight digits that identify a machine and PID namespace: process ids are comparable only within one."""
     try:
         processes = os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -120,7 +120,7 @@ class Hypotheses:
     """The running and the finished texts of one search.
 
     Args:
-        longest: length at which a text ends, in tokens.
+        longest: maximum length of a text, in tokens.
 
     Attributes:
         running: tokens of the running texts, best first.

@@ -103,9 +103,7 @@ def open_checkpoint(load: str, given: Mapping[str, Any], mesh: ParallelMesh) -> 
     source = Path(load) if step is None else folder_of_step(Path(load), step)
     newest = newest_record(source, mesh)
     if newest is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {load} (--load {load}). Give the folder to which a run saved its checkpoints."
-        )
+        raise CheckpointError(f"there is no checkpoint in {load} (--load {load}). Give the --save folder of a run.")
     record = Record.from_json(newest.record, newest.path)
     config = RunConfig.from_json(record.config)
     layout = without_training(config.parallel, mesh.tp.size, mesh.pp.size)
@@ -182,8 +180,7 @@ def load_weights(
     )
     if loaded is None:
         raise CheckpointError(
-            f"there is no checkpoint in {directory} (--load {directory}). Give the folder to which a run saved its "
-            f"checkpoints."
+            f"there is no checkpoint in {directory} (--load {directory}). Give the --save folder of a run."
         )
     return loaded
 

@@ -1,7 +1,7 @@
 """FP8 matrix products: both factors are scaled into the range of a float8 format, rounded, and multiplied with sums in
 float32; the result is scaled back. Linear layers and their gradients use them with `--fp8-format`, if sizes allow.
 
-Scales are the largest powers of two with which all values stay in range: multiplying by them is exact, so a value is
+Scales are the largest powers of two that keep all values in range: multiplying by them is exact, so a value is
 rounded once, and alike with any scale that does not make it subnormal. They are computed from the present values
 ("current scaling") on the device, without synchronizing and without a history.
 

@@ -79,7 +79,7 @@ def draw_(
     Normal values are Box-Muller pairs from 31 and 32 random bits; none exceeds 6.66 standard deviations. Before the
     product with the deviation, values are within 2 ulp of the formula.
 
-    Shapes: target `[n]`, contiguous; float32, or a half precision to which values are rounded.
+    Shapes: target `[n]`, contiguous; float32, or a half precision that values are rounded to.
 
     Source: Box and Muller, "A note on the generation of random normal deviates", 1958, equation 1.
     """

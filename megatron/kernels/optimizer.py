@@ -37,7 +37,7 @@ class _GroupUpdate(NamedTuple):
     copies: list[torch.Tensor]
 
 
-# The attribute in which a function that must not be compiled keeps its original, after its first call.
+# The attribute that holds the original of a function that must not be compiled, after its first call.
 _UNCOMPILED = "__dynamo_disable"
 
 

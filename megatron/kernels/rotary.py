@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, and the split of a fused projection into queries, keys and values.
 
 Compiled, queries and keys of any strides are rotated in one pass, which also splits the values off a fused projection.
-The results are laid out token by token, like those of a projection without rotation: fused attention writes its output
+The results are laid out token by token, as after a projection without rotation: fused attention writes its output
 in the layout of the queries, so the next product needs no copy. Backward joins the three gradients in one pass.
 """
 

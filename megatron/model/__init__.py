@@ -2,6 +2,6 @@
 
 Independent of DeepSpeed, of `torch.distributed`, and of all configuration except `ModelConfig`.
 
-Shapes everywhere: `b` micro batch, `s` sequence, `h` hidden, `a` heads, `d` head size, `f` feed-forward, `v` padded
+Shapes everywhere: `b` micro-batch, `s` sequence, `h` hidden, `a` heads, `d` head size, `f` feed-forward, `v` padded
 vocabulary, `t`/`p` tensor- and pipeline-parallel size. A split is written where it happens: `[b, s, h/t]`.
 """

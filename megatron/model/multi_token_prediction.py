@@ -67,7 +67,7 @@ class PredictionLayer(nn.Module):
     Shapes: states and embeddings `[b, s/t, h]` to the same.
 
     Args:
-        index: index of its block, after those of the network.
+        index: index of its block, after the network's blocks.
     """
 
     def __init__(self, config: ModelConfig, mesh: ParallelMesh, index: int) -> None:

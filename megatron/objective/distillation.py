@@ -59,7 +59,7 @@ class Teacher:
         return {_PREFIX + name: getattr(batch, name) for name in names}
 
     def logits(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The logits for the arrays of `inputs`, or those of the last chunk. Shapes: `[b, s, v/t]`."""
+        """The logits for the arrays of `inputs`, or the last chunk's. Shapes: `[b, s, v/t]`."""
         if self.chunks is not None:
             return inputs[_LOGITS]
         passed = [inputs[_PREFIX + name] for name in ("sample_ids", *self.steps.passed)]

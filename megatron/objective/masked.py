@@ -44,7 +44,7 @@ class MaskedLanguageModelObjective(LanguageModelObjective):
     def targets(self, batch: Batch) -> Mapping[str, np.ndarray]:
         """Labels, loss mask and weights at the predicted positions `[b, m]`, and the order of the segments `[b, s]`.
 
-        The order is a label of the first token, from which it is predicted; one of the ranks sharing a sample has it.
+        The order is a label of the first token and predicted from it; one of the ranks sharing a sample has it.
         """
         targets = dict(super().targets(batch))
         if batch.predicted is not None:

@@ -51,7 +51,7 @@ class StepMetrics(dict[str, Metric]):
         return self[name].value if name in self else None
 
     def add(self, *metrics: Metric) -> None:
-        """Adds metrics, replacing those of the same name."""
+        """Adds metrics; they replace metrics of the same name."""
         self.update((metric.name, metric) for metric in metrics)
 
 

@@ -65,7 +65,7 @@ def argument_lines(values: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class LogPosition:
-    """The position in a run at which a line is printed.
+    """The position of a printed line in a run.
 
     Attributes:
         step: completed steps.

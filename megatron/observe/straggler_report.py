@@ -1,6 +1,6 @@
 """The slowest rank of a run, by the timings that ranks report.
 
-Communication, in which fast ranks wait for slow ones, is excluded. Ranks are compared within their pipeline stage,
+Communication, where fast ranks wait for slow ones, is excluded. Ranks are compared within their pipeline stage,
 where all have the same work.
 """
 
@@ -23,10 +23,10 @@ class StragglerReport:
     """The slowest rank since the previous report.
 
     Attributes:
-        phase: the phase, one of `PHASES`, in which the rank is furthest behind.
+        phase: the rank's slowest phase relative to the others, one of `PHASES`.
         worst_seconds: time per step of this phase on that rank.
         median_seconds: the median over ranks with the same work.
-        times: number of reports so far in which the rank was slowest.
+        times: number of reports so far with this rank as the slowest.
         is_straggler: the rank was slowest, by a tenth or more, in the last `REPORTS_TO_NAME` reports.
     """
 
@@ -58,7 +58,7 @@ class RankTimings:
         self._before: dict[int, tuple[int, ...]] = {}
         self._times: Counter[int] = Counter()
         self._reports = 0
-        self._streak = (-1, 0)  # a rank, and the number of consecutive reports in which it was far behind
+        self._streak = (-1, 0)  # a rank, and its number of consecutive reports as a straggler
 
     def report(self, paces: Mapping[int, Sequence[int]]) -> StragglerReport | None:
         """The slowest rank since the previous report; None if too few ranks have reported.

@@ -31,7 +31,7 @@ from megatron.slurm import SlurmJob, find_slurm_job
 _LOOKUP_TRIES = 3  # one second apart
 # A rank connects to the store for the join monitor, for its groups and for torch's own monitoring of them.
 _CONNECTIONS_PER_RANK, _OTHER_FILES, _FEWEST_OTHER_FILES = 4, 1024, 64
-# After the limit, the time in which the main thread may give up before the monitor's thread acts.
+# After the limit, the time left to the main thread to give up before the monitor's thread acts.
 _GRACE_SECONDS = 2.0
 # How long ranks that gave up wait for each other, and for a reply of the store; longer than the grace period.
 _ANSWER_SECONDS = 5.0

@@ -323,7 +323,7 @@ def build_mesh(
 
     Args:
         timeout: of collectives in all of the groups, the existing one included.
-        host: an address at which all ranks reach rank 0.
+        host: an address of rank 0 that all ranks can reach.
 
     Raises:
         LaunchError: the product of the sizes is not the world size, or experts cannot be divided over this many ranks.

@@ -42,7 +42,7 @@ def begin_rank() -> None:
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         process_exit.on_failure(functools.partial(write_error_file, Path(error_file)), only_if_shown=True)
-    # Problems of the launcher's variables are reported later, together with those of the flags.
+    # Problems of the launcher's variables are reported later, together with problems of flags.
     with contextlib.suppress(LaunchError):
         ranks = launched_ranks()
         log.set_rank(ranks.rank, ranks.world_size)

@@ -110,7 +110,7 @@ class Stopping:
     Attributes:
         verdict: the common verdict so far.
         reason: the reason why the run stopped early; empty until then.
-        steps_in_flight: number of steps by which a verdict may take effect late: 1 on a GPU, so that the host does not
+        steps_in_flight: maximum delay of a verdict in steps: 1 on a GPU, so that the host does not
             wait for other ranks, and 0 on a CPU.
     """
 

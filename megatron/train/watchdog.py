@@ -116,7 +116,7 @@ class Watch:
         """Records that the main thread enters a phase, one of `position.PHASES`, which counts as progress.
 
         Args:
-            step: its step; that of the previous phase by default.
+            step: its step; the previous phase's by default.
         """
         before, now = self._position, time.monotonic()
         if now - before.at_seconds > self._longest_seconds and before.phase != START:

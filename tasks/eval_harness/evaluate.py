@@ -52,7 +52,7 @@ class HarnessFlags(ConfigSection):
     )
     micro_bs_multiplier: int = flag(
         1,
-        "multiplier of the micro batch size, as evaluation needs less memory",
+        "multiplier of the micro-batch size, as evaluation needs less memory",
         at_least=1,
         spelled=("--micro_bs_multiplier",),
     )

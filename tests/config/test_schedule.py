@@ -101,7 +101,7 @@ def test_schedule_is_counted_in_samples(flags: dict[str, float], warmup: float, 
 def test_no_run_uses_more_data_than_is_planned(
     length: str, size: int, ranges: list[tuple[int, int]], ramp: tuple[int, int, int] | None
 ) -> None:
-    """Whatever is passed over; with --train-iters every step is taken."""
+    """Whatever is skipped; with --train-iters every step is taken."""
     texts = tuple(f"{first}-{first + more}" for first, more in ranges)
     skipped = SafetyRequest(skip_train_iteration_range=texts).skip_ranges
     lengths = {

@@ -1,4 +1,4 @@
-"""Datasets of given rows, and the micro batches of datasets."""
+"""Datasets of given rows, and the micro-batches of datasets."""
 
 from typing import Any
 
@@ -38,11 +38,11 @@ class GivenRows:
 
 
 def micro_batches(dataset: Any, size: int, micro: int, first: int = 0, **options: Any) -> MicroBatches:
-    """The micro batches of a global batch of `size` samples."""
+    """The micro-batches of a global batch of `size` samples."""
     return MicroBatches(dataset, first_sample=first, global_batch_size=size, micro_batch_size=micro, **options)
 
 
 def batches_of_ranks(dataset: Any, ranks: int, size: int, micro: int, first: int = 0, **options: Any) -> list[Batch]:
-    """The micro batches of all data-parallel ranks in the order of their samples."""
+    """The micro-batches of all data-parallel ranks in the order of their samples."""
     each = [micro_batches(dataset, size, micro, first, dp_rank=rank, dp_size=ranks, **options) for rank in range(ranks)]
     return [batch for step in zip(*each, strict=True) for batch in step]

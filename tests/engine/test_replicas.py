@@ -27,8 +27,8 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
 from megatron.train.start_up.engine_opening import build_engine
 from tests.engine.engine_runs import BF16, CHUNKS, RECIPE, train
+from tests.helpers.campaign_cases import DEFAULT_CASES
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import DEFAULT_CASES
 from tests.parity.layouts import layout_config
 from tests.parity.reference import Recipe
 

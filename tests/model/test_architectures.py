@@ -77,7 +77,7 @@ def test_cached_generation_equals_the_full_pass(changes: dict[str, Any], steps: 
 def test_recompute_changes_nothing(changes: dict[str, Any]) -> None:
     results = []
     for recompute in Recompute:
-        attention_dropout = 0.0 if "softmax_type" in changes else 0.1  # which do not go together
+        attention_dropout = 0.0 if "softmax_type" in changes else 0.1  # the two cannot be combined
         model = build({**changes, "hidden_dropout": 0.1, "attention_dropout": attention_dropout})
         loss = loss_of(model, StepSettings(seed=SEED, recompute=recompute))
         loss.backward()

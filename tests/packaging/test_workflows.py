@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from campaigns.run import CAMPAIGNS
+from tests.helpers.campaign_cases import DEFAULT_CASES
 from tests.helpers.suite.selection import add_options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,3 +60,8 @@ def test_every_campaign_runs_nightly() -> None:
     cases = jobs(WORKFLOWS[0])["campaign"]["strategy"]["matrix"]["include"]
     assert [case["name"] for case in cases] == list(CAMPAIGNS)
     assert all(0 < case["cases"] <= CAMPAIGNS[case["name"]].cases for case in cases)
+
+
+def test_cases_marked_campaign_run_nightly() -> None:
+    linux = jobs(WORKFLOWS[0])["all"]["strategy"]["matrix"]["include"][0]
+    assert linux["arguments"] == f"--cases {DEFAULT_CASES + 1}"

@@ -8,8 +8,8 @@ import gc
 import pytest
 import torch
 
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_name, train_layouts
 from tests.parity.reference import Recipe
 from tests.parity.switches import SWITCHES
@@ -67,7 +67,7 @@ def test_layouts(layout: tuple[int, int, int], stages: list[int], extra: list[st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sampled(TRACED, ["neox", "gemma2"]))
+@pytest.mark.parametrize("name", mark_campaign(TRACED, ["neox", "gemma2"]))
 def test_forms_of_blocks(name: str) -> None:
     has_sinks = "--softmax-type" in SWITCHES[name]  # whose attention has no dropout
     dropout = [*DROPOUT, "--attention-dropout", "0"] if has_sinks else DROPOUT

@@ -15,8 +15,8 @@ from megatron.model.blocks.router import BALANCE_LOSS, ENTROPY, PASSES, Z_LOSS, 
 from megatron.observe.routing import layers_of_step, routing_metrics
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
@@ -131,7 +131,7 @@ def test_training_continues_with_the_experts_split(plain: Curve, folder: Path) -
         check(curve, plain[SAVED_AFTER:])
 
 
-@pytest.mark.parametrize("layout", sampled([(2, 1, 1), (1, 2, 1)], [(2, 1, 1)]), ids=["tp2", "pp2"])
+@pytest.mark.parametrize("layout", mark_campaign([(2, 1, 1), (1, 2, 1)], [(2, 1, 1)]), ids=["tp2", "pp2"])
 def test_bfloat16_stays_near(layout: tuple[int, int, int], plain: Curve) -> None:
     extra = ["--bf16", "--checkpoint-activations"]
     curve = run_ranks(train_and_save, 2, layout, [1], extra, "")[0][1]

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import LAYOUTS, initial_weights, layout_name, legal_zero_stages, train_layouts
 from tests.parity.reference import Recipe, train_reference
 
@@ -39,7 +39,7 @@ def test_the_parity_recipe_exercises_all_features(reference):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, KEPT), ids=layout_name)
+@pytest.mark.parametrize("layout", mark_campaign(LAYOUTS, KEPT), ids=layout_name)
 def test_fp32_layout_equals_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp), [], False, 4)
@@ -48,7 +48,9 @@ def test_fp32_layout_equals_reference(layout, reference):
             check_curve(curve, reference, f"rank {rank}, ZeRO-{stage}")
 
 
-@pytest.mark.parametrize("layout", sampled([(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], [(1, 2, 2)]), ids=layout_name)
+@pytest.mark.parametrize(
+    "layout", mark_campaign([(1, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2)], [(1, 2, 2)]), ids=layout_name
+)
 def test_uneven_masks_weight_tokens_not_micro_batches(layout):
     # Uneven masks make single steps noisier; a calmer rate keeps rounding differences from growing through Adam.
     recipe = dataclasses.replace(RECIPE, learning_rate=2.0e-3)
@@ -88,7 +90,7 @@ def test_other_losses_and_learning_rates_equal_reference():
 
 
 # The golden curves compare the other layouts in bf16 with one process.
-@pytest.mark.parametrize("layout", sampled([(1, 1, 1), (1, 1, 2), (2, 2, 1)], [(1, 1, 1)]), ids=layout_name)
+@pytest.mark.parametrize("layout", mark_campaign([(1, 1, 1), (1, 1, 2), (2, 2, 1)], [(1, 1, 1)]), ids=layout_name)
 def test_bf16_layout_stays_near_reference(layout, reference):
     tp, pp, dp = layout
     curves = run_ranks(train_layouts, tp * pp * dp, RECIPE, layout, legal_zero_stages(pp)[1:], ["--bf16"])

@@ -8,7 +8,7 @@ import pytest
 
 from campaigns.damage.poison import Poison, run_poisoned
 from megatron.errors import ExitCode
-from tests.helpers.samples import sampled
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.tiny_run import TinyCorpus, write_tiny_corpus
 
 NORM = "decoder.layers.0.input_layernorm.weight"
@@ -27,7 +27,7 @@ FLIPS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sampled(FLIPS, ["tp2-zero1-bf16 master", "dp2-zero0 weight, at an interval"]))
+@pytest.mark.parametrize("name", mark_campaign(FLIPS, ["tp2-zero1-bf16 master", "dp2-zero0 weight, at an interval"]))
 def test_a_flipped_bit_in_a_copy_ends_the_run_with_the_last_checkpoint_intact(
     name: str, corpus: TinyCorpus, tmp_path: Path
 ) -> None:

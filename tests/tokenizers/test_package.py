@@ -16,12 +16,11 @@ def test_a_missing_package_is_one_error(tmp_path: Path, monkeypatch: pytest.Monk
     require_tokenizers()
     text = tmp_path / "text.txt"
     text.write_text("def main(): pass\n" * 20)
-    argv = ["train_tokenizer.py", "--input", str(text), "--output-prefix", str(tmp_path / "new"), "--vocab-size", "300"]
+    argv = ["--input", str(text), "--output-prefix", str(tmp_path / "new"), "--vocab-size", "300"]
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     for model_type in ("bpe", "wordpiece", "unigram"):
-        monkeypatch.setattr(sys, "argv", [*argv, "--model-type", model_type])
         with pytest.raises(ConfigError, match="requires the tokenizers package: pip install tokenizers"):
-            train_tokenizer.main()
+            train_tokenizer.main([*argv, "--model-type", model_type])
     with pytest.raises(ConfigError, match="pip install tokenizers"):
         byte_level_bpe({"a": 0}, [])
     with pytest.raises(ConfigError, match="pip install tokenizers"):

@@ -58,7 +58,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyCorpus, TinyC
 
 @pytest.fixture(scope="module")
 def trained(corpora: tuple[TinyCorpus, TinyCorpus], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A blended run with a ramp-up (2, 2, 4, 4, ... samples) that passes over step 3, resumed with another blend."""
+    """A blended run with a ramp-up (2, 2, 4, 4, ... samples) that skips step 3, resumed with another blend."""
     first, second = corpora
     folder = tmp_path_factory.mktemp("run")
     settings: dict[str, Any] = {
@@ -86,7 +86,7 @@ def tokens_of(capsys: pytest.CaptureFixture[str], *words: str) -> Rows:
 
 def test_the_shown_samples_are_those_of_training(trained: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     seen, resumed = trained["seen"], trained["resumed"]
-    assert [len(rows) for rows in (*seen, *resumed)] == [2, 2, 2, 4, 4, 4, 4]  # 2 samples before step 3 are passed over
+    assert [len(rows) for rows in (*seen, *resumed)] == [2, 2, 2, 4, 4, 4, 4]  # 2 samples before step 3 are skipped
     in_order = [row for rows in (*seen, *resumed) for row in rows]
     checkpoint = ["--load", str(trained["folder"] / "checkpoints")]
     run = ["--run-dir", str(trained["folder"] / "run")]
@@ -94,7 +94,7 @@ def test_the_shown_samples_are_those_of_training(trained: dict[str, Any], capsys
     assert whole[:4] == in_order[:4] and whole[6:] == in_order[4:]
     for step, rows in enumerate([*seen, *resumed], start=1):
         assert tokens_of(capsys, *run, "--start-step", str(step)) == rows
-    assert tokens_of(capsys, *run, "--start-step", "2", "--end-step", "3") == whole[2:8]  # with what was passed over
+    assert tokens_of(capsys, *run, "--start-step", "2", "--end-step", "3") == whole[2:8]  # with the skipped samples
     assert tokens_of(capsys, *checkpoint, "--start-step", "3", "--end-step", "7") == in_order[4:]
 
 

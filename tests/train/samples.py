@@ -17,7 +17,7 @@ from megatron.observe.speed import Workload
 
 
 def optim_config(**changes: Any) -> OptimConfig:
-    """An optimizer section with micro batch 2 and, unless changed, a global batch of 8."""
+    """An optimizer section with micro-batch 2 and, unless changed, a global batch of 8."""
     return OptimConfig(**{"micro_batch_size": 2, "global_batch_size": 8, "lr": 1.0, "train_iters": 0, **changes})
 
 

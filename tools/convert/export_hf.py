@@ -56,7 +56,7 @@ class ExportFlags(ConfigSection):
     )
     chat_template: str | None = flag(
         None,
-        "chat template to write, by name or file; that of fine-tuning if unset",
+        "chat template to write, by name or file; fine-tuning's if unset",
         path=PathUse.FILE_OR_FOLDER,
     )
     averaged_weights: bool = flag(

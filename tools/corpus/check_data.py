@@ -11,7 +11,7 @@ tokenizer. Duplicates are counted, but are not an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,10 @@ class CheckFlags(TokenizerFileFlags):
             yield f"--show {self.show} requires --tokenizer-type and the files of the tokenizer."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the checks and returns the exit code."""
-    flags = parse_flags(
-        CheckFlags, sys.argv[1:], prog="check_data.py", description=__doc__ or "", positional="--prefixes"
-    )
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(CheckFlags, arguments, prog="check_data.py", description=__doc__ or "", positional="--prefixes")
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 
     tokenizer = build_tokenizer(TokenizerChoice.of(flags)) if flags.tokenizer_type else None

@@ -11,7 +11,7 @@ The exit code is 65 if a text does not round-trip byte for byte with a byte-leve
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,9 +50,10 @@ class CheckTokenizerFlags(TokenizerFileFlags):
             yield "--text or --input is required."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the checks and returns the exit code."""
-    flags = parse_flags(CheckTokenizerFlags, sys.argv[1:], prog="check_tokenizer.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(CheckTokenizerFlags, arguments, prog="check_tokenizer.py", description=__doc__ or "")
     from itertools import islice
 
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer

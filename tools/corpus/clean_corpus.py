@@ -10,7 +10,7 @@ Documents without text are always dropped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -205,9 +205,10 @@ class CleanFlags(TokenizerFileFlags):
         )
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    flags = parse_flags(CleanFlags, sys.argv[1:], prog="clean_corpus.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(CleanFlags, arguments, prog="clean_corpus.py", description=__doc__ or "")
     from trident.corpus.cleaning.clean_corpus import CleanOutputs, clean_corpus
     from trident.corpus.inputs.input_blocks import total_bytes
     from trident.corpus.inputs.input_paths import expand_inputs

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +143,9 @@ _COMMANDS: dict[str, type[StoreFlags]] = {
 }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
-    command, *arguments = sys.argv[1:] or [""]
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or [""]
     if command in ("-h", "--help"):
         log.line((__doc__ or "").strip() + f"\n\nCommands: {', '.join(_COMMANDS)}; each has --help.")
         return 0

@@ -146,9 +146,9 @@ class FeaturizeFlags(TokenizerFileFlags):
             yield f"--overlap requires a --stride below the {room} tokens of a window, not {self.stride}."
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    arguments, beam = divide(sys.argv[1:])
+    arguments, beam = divide(sys.argv[1:] if argv is None else argv)
     flags = parse_flags(FeaturizeFlags, arguments, prog="featurize.py", description=__doc__ or "")
     process_exit.interrupt_on_sigterm()
     return run(flags, beam)

@@ -9,6 +9,7 @@ document of the ids in its attention_mask. The inverse is `tools/corpus/featuriz
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,9 +34,10 @@ class BackFlags(TokenizerFileFlags):
     tokenizer_type: str | None = optional_tokenizer_type("tokenizer of files that do not record it")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the tool on the command line's flags."""
-    flags = parse_flags(BackFlags, sys.argv[1:], prog="windows_to_tokens.py", description=__doc__ or "")
+    arguments = sys.argv[1:] if argv is None else argv
+    flags = parse_flags(BackFlags, arguments, prog="windows_to_tokens.py", description=__doc__ or "")
     from megatron.tokenizers.record import TokenizerRecord
     from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
     from trident.corpus.featurize.windows_to_tokens import windows_to_tokens

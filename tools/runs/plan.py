@@ -32,7 +32,7 @@ class PlanFlags(ProgramFlags):
     pipeline_model_parallel_size: int = flag(4, "degree of pipeline parallelism", at_least=1, at_most=1024)
     micro_batches: int = flag(
         8,
-        "micro-batches per step: global batch size / (micro batch size x data-parallel size)",
+        "micro-batches per step: global batch size / (micro-batch size x data-parallel size)",
         at_least=1,
         at_most=65_536,
     )

@@ -31,7 +31,7 @@ class SampleOrder:
     """Settings that determine the order of a run's training samples.
 
     Args:
-        planned_samples: number of planned samples, on which the order depends.
+        planned_samples: number of planned samples; the order depends on it.
         plan: the plan stored in a checkpoint; None builds it from the other values.
         masked: options of masked samples; None for other objectives.
     """

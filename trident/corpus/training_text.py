@@ -47,7 +47,7 @@ _LINE_LETTERS = 1 << 20  # a longer line is cut
 
 @dataclass(frozen=True)
 class TextRecipe:
-    """The settings by which a program converts text to tokens.
+    """A program's settings for converting text to tokens.
 
     Args:
         flag, folder_flag: the flags for the text and its folder, for messages.

@@ -33,7 +33,7 @@ def given(config: Mapping[str, Any]) -> list[str]:
 
 
 def differences(tables: Sequence[Mapping[str, str]]) -> list[str]:
-    """The rows in which tables differ; paths, which always differ, come last."""
+    """The rows that differ between tables; paths, which always differ, come last."""
     names = dict.fromkeys(name for table in tables for name in table)
     differing = [name for name in names if len({table.get(name) for table in tables}) > 1]
     return sorted(differing, key=_PATHS.__contains__)

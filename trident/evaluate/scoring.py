@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]  # called with the number of scored querie
 
 @dataclass(frozen=True)
 class Query:
-    """A text, and the index from which on its tokens are scored.
+    """A text, and the index of its first scored token.
 
     Args:
         tokens: ids of context and targets.

@@ -48,7 +48,7 @@ class MetricDifference:
         test: "McNemar" or "signs".
         items: number of items.
         only_first, only_second: number of items that only one of the two answered correctly, for a binary metric;
-            otherwise of items on which it was better.
+            otherwise of items that it answered better.
     """
 
     task: str

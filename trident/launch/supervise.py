@@ -132,7 +132,7 @@ class Supervisor:
 
 
 def combined_code(codes: Iterable[int]) -> int:
-    """The exit code of a run, from the codes of its processes in the order in which they exited.
+    """The exit code of a run, from the codes of its processes in order of exit.
 
     The earliest code that names a cause wins: 77 of the rank with a NaN over 75 of the ranks that lost it. Otherwise it
     is 75 (resumable) if any process exited with it, as the others do when one is killed; otherwise 128 plus the signal

@@ -33,7 +33,7 @@ class StepTime:
     Attributes:
         parts: seconds by part; their sum is the total.
         sent: bytes that a rank sends in a step, by axis.
-        idle: fraction of a step in which a pipeline rank waits for others.
+        idle: fraction of a step that a pipeline rank waits for others.
     """
 
     parts: Mapping[str, float]

@@ -71,9 +71,7 @@ class JaxLmFlags(ProgramFlags):
     logging_frequency: int = flag(100, "steps between log lines", at_least=1)
     eval_frequency: int = flag(5000, "steps between evaluations; each epoch also ends with one", at_least=1)
     save_frequency: int = flag(5000, "steps between checkpoints; each epoch also ends with one", at_least=1)
-    model_save_dir: str = flag(
-        "artifacts/", "folder of checkpoints, of which the newest 3 are kept, and of the metrics", path=PathUse.FOLDER
-    )
+    model_save_dir: str = flag("artifacts/", "folder of the metrics and the newest 3 checkpoints", path=PathUse.FOLDER)
     restore_checkpoint_path: str | None = flag(
         None,
         "continue from a folder of checkpoints, at its newest, or from one of them (artifacts/iter_0005000)",

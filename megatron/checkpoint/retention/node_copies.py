@@ -133,7 +133,7 @@ def collect(
 
     Args:
         directory: the folder of the copies, on each node.
-        target: the shared folder in which the checkpoint appears.
+        target: the shared folder that receives the checkpoint.
         after_step: only a newer checkpoint is assembled.
         check: called with each folder and its record; the folder is skipped if it raises DamagedError.
 

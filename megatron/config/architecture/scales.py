@@ -58,8 +58,7 @@ class ScaleFields(ConfigSection):
     )
     use_mup: bool = network_flag(
         False,
-        "use the maximal update parametrization (muP), with which the optimal learning rate does not depend on the "
-        "width",
+        "use the maximal update parametrization (muP): the optimal learning rate does not depend on the width",
     )
     mup_base_hidden_size: int | None = network_flag(
         None,

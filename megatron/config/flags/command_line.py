@@ -57,7 +57,7 @@ def read_command_line(
     Args:
         flags: destination -> flag; a destination is any unique string.
         argv: the arguments after the program's name.
-        prog: the program's name; None for that of the process.
+        prog: the program's name; None for the process's.
         description: description of the program, for the help.
         groups: (title, destinations) in the order of the help.
         epilog: printed after the flags.
@@ -133,7 +133,7 @@ def parse_flags(
 
 
 def areas_of(cls: type) -> list[tuple[str, list[str]]]:
-    """The flags of a tool in groups for its help: its own, then those of each base class with a title."""
+    """The flags of a tool in groups for its help: its own, then each base class's with a title."""
     area_of = dict.fromkeys((flag.field for flag in flags_of(cls)), _TOOL_FLAGS)
     for base in reversed(cls.__mro__[1:]):
         title = vars(base).get("help_title")
@@ -295,7 +295,7 @@ class _Help(argparse.Action):
 
 
 def _keep_named(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Hides flags of which neither the name nor the group's title matches.
+    """Hides flags if neither their name nor their group's title matches.
 
     Raises:
         ConfigError: nothing matches.

@@ -23,7 +23,7 @@ class DistillationConfig(ConfigSection):
     mos: bool = flag(False, "same as --kd (mixture of students); usually with --kd-iters")
     load_teacher: str | None = flag(
         None,
-        "checkpoint of the teacher, or a folder of checkpoints, of which the newest valid one is loaded",
+        "checkpoint of the teacher, or a folder of checkpoints, whose newest valid one is loaded",
         path=PathUse.FOLDER,
     )
     kd_alpha_ce: float = flag(1.0, "weight of the loss on the labels (always 1 upstream)", at_least=0)

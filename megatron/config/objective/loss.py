@@ -47,7 +47,7 @@ class LossConfig(ConfigSection):
     loss_mean: str = flag(
         TOKENS,
         "reduction of the loss: the mean over all tokens, or the mean over samples of the mean over the tokens of each "
-        "sample, with which short answers weigh as much as long ones",
+        "sample, which gives short answers the weight of long ones",
         choices=(TOKENS, SAMPLES),
         resume=RUN_MUST_MATCH,
     )

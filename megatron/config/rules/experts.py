@@ -47,7 +47,7 @@ def balancing_notices(model: ModelConfig, *, is_by_choice: bool) -> Iterator[str
 
 @model_rule
 def _counts(model: ModelRequest) -> Iterator[str]:
-    """One number for each MoE layer, of which the largest is --num-experts."""
+    """One number for each MoE layer; --num-experts is the largest."""
     counts = model.moe_expert_counts
     if not counts:
         return
@@ -163,7 +163,7 @@ def _split_or_whole(run: ReadFlags) -> Iterator[str]:
     if run.values.get("legacy.enable_expert_tensor_parallelism") and not parallel.splits_each_expert:
         yield (
             "--enable-expert-tensor-parallelism contradicts --expert-tensor-parallel-size "
-            f"{parallel.expert_tensor_parallel_size}, with which experts are not split. Drop one of them."
+            f"{parallel.expert_tensor_parallel_size}, which does not split experts. Drop one of them."
         )
 
 

@@ -94,7 +94,7 @@ def _positions(model: ModelRequest) -> Iterator[str]:
 def _multi_token_prediction(model: ModelRequest) -> Iterator[str]:
     if model.mtp_num_layers > 0 and model.bidirectional:
         yield (
-            f"--mtp-num-layers {model.mtp_num_layers} cannot be combined with --bidirectional, with which tokens "
+            f"--mtp-num-layers {model.mtp_num_layers} cannot be combined with --bidirectional, which lets tokens "
             "attend to later ones. Drop one of them."
         )
     if model.mtp_num_layers > 0 and model.position_embedding_type == LEARNED:

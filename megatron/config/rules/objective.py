@@ -49,7 +49,7 @@ def _examples(run: RunSections) -> Iterator[str]:
     if finetuning.copy_prompt_probability and finetuning.pack_examples:
         yield (
             f"--copy-prompt-probability {finetuning.copy_prompt_probability:g} cannot be combined with "
-            "--pack-examples, with which a sample has several examples. Drop one of them."
+            "--pack-examples, which puts several examples into a sample. Drop one of them."
         )
 
 
@@ -140,7 +140,7 @@ def _multi_token_prediction(run: RunSections) -> Iterator[str]:
         )
     if run.loss.objective != CAUSAL:
         yield (
-            f"{option} cannot be combined with --objective {run.loss.objective}, with which tokens may attend to later "
+            f"{option} cannot be combined with --objective {run.loss.objective}, which lets tokens attend to later "
             f"ones. Use --objective {CAUSAL}, or drop --mtp-num-layers."
         )
     distillation = run.distillation

@@ -42,8 +42,7 @@ def _schedule_free(run: RunSections) -> Iterator[str]:
         )
     if optim.adam_beta1 == 0:
         yield (
-            f"{given} cannot be combined with --adam-beta1 0, from which the average could not be recovered. Use the "
-            "default, 0.9."
+            f"{given} cannot be combined with --adam-beta1 0: the average could not be recovered. Use the default, 0.9."
         )
 
 
@@ -93,7 +92,7 @@ def _logged_gradients(run: RunSections) -> Iterator[str]:
     for name, is_given in flags.items():
         if is_given and parallel.zero_stage == 3:
             yield (
-                f"{name} cannot be combined with --zero-stage 3, with which DeepSpeed reduces and partitions gradients "
+                f"{name} cannot be combined with --zero-stage 3: DeepSpeed reduces and partitions gradients "
                 f"a few layers at a time. Use --zero-stage 2, or drop {name}."
             )
     if not report.log_gradient_noise_scale:

@@ -1,4 +1,4 @@
-"""A rule between flags, and the phase in which it is checked."""
+"""A rule between flags, and the phase of its check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class Phase(enum.Enum):
-    """The phase in which a rule is checked, and its arguments."""
+    """The phase of a rule's check, and its arguments."""
 
     MODEL = "an architecture is built, with or without a run: (model)"
     RUN = "a configuration is built, or loaded from a checkpoint: (run)"

@@ -87,7 +87,7 @@ def _shared_sequences(run: RunSections) -> Iterator[str]:
 
 
 def sharing_flags(parallel: ParallelRequest) -> str:
-    """The given flags with which ranks split sequences."""
+    """The given flags that split sequences over ranks."""
     sizes = {
         "--context-parallel-size": parallel.context_parallel_size,
         "--ds-sequence-parallel-size": parallel.ds_sequence_parallel_size,

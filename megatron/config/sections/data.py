@@ -206,5 +206,5 @@ def required_tokenizer_type() -> Any:
 
 
 def optional_tokenizer_type(help: str) -> Any:
-    """Declares `--tokenizer-type` for a tool in which a tokenizer is optional."""
+    """Declares `--tokenizer-type` for a tool with an optional tokenizer."""
     return flag(None, help, choices=TOKENIZERS)

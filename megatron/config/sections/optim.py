@@ -21,7 +21,7 @@ class OptimRequest(OptimizerFields, CurriculumFields):
         at_least=1,
     )
     global_batch_size: int | None = flag(
-        None, "samples per training step; micro batch size x data-parallel size if unset", at_least=1
+        None, "samples per training step; micro-batch size x data-parallel size if unset", at_least=1
     )
     rampup_batch_size: tuple[int, int, int] | None = flag(
         None, "batch size ramp-up: START INCREMENT SAMPLES, where SAMPLES is the length of the ramp-up"

@@ -14,7 +14,7 @@ AVERAGING = (SCHEDULE_FREE,)
 
 @dataclass(frozen=True)
 class OptimizerFields(ConfigSection):
-    """Optimizer flags; each optimizer ignores those of the others."""
+    """Optimizer flags; each optimizer ignores the others' flags."""
 
     optimizer: str = flag(
         ADAM,
@@ -72,7 +72,7 @@ class OptimizerFields(ConfigSection):
         The 8-bit moments of --use-bnb-optimizer count as fp32.
 
         Args:
-            of_blocks: True for an element of a matrix in a block, for which Muon has one moment.
+            of_blocks: True for an element of a matrix in a block; Muon keeps one moment for it.
         """
         moments = {ADAM: 2, SCHEDULE_FREE: 2, LION: 1, MUON: 1 if of_blocks else 2, SGD: int(self.sgd_momentum > 0)}
         return 4 * (moments[self.optimizer] + (self.ema_decay is not None))

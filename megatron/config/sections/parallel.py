@@ -219,7 +219,7 @@ class ParallelRequest(ConfigSection):
         return math.lcm(2 * ring if causal and ring > 1 else ring, self.sequence_size * tensor)
 
     def padded_length(self, length: int, *, causal: bool) -> int:
-        """The length to which samples are padded before they are split over ranks."""
+        """The length of samples after padding, so that they can be split over ranks."""
         unit = self.length_unit(causal=causal)
         return -(-length // unit) * unit
 

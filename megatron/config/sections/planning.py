@@ -32,6 +32,6 @@ class PlanningConfig(ConfigSection):
     )
     nodes: int | None = flag(None, "number of nodes to plan for; with 8 devices each if unset", at_least=1)
     interconnect: str | None = flag(
-        None, "interconnect to plan for, within and between nodes; that of the device's usual system if unset"
+        None, "interconnect to plan for, within and between nodes; the device's usual one if unset"
     )
     device_hour_price: float | None = flag(None, "price per device hour, for the cost in a plan", at_least=0)

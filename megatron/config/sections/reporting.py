@@ -120,10 +120,10 @@ class WatchingConfig(ConfigSection):
         choices=PROFILES,
     )
     profile_step_start: int | None = flag(
-        None, f"completed steps at which profiling starts; {_START} if unset", at_least=0
+        None, f"completed steps before profiling starts; {_START} if unset", at_least=0
     )
     profile_step_end: int | None = flag(
-        None, f"completed steps at which profiling ends; {_STEPS} after the start if unset", at_least=1
+        None, f"completed steps before profiling ends; {_STEPS} after the start if unset", at_least=1
     )
     profile_steps: str | None = flag(None, "profiling start and end, as START,END", spelled=("--profile_steps",))
     profile_ranks: tuple[int, ...] = flag((0,), "ranks to profile", nargs="+", at_least=0)

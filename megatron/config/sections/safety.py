@@ -62,7 +62,7 @@ class SafetyRequest(ConfigSection):
         3, "failures at the same step, without a new checkpoint, after which the run refuses to restart", at_least=0
     )
     resume_skip_poisoned: bool = flag(
-        False, "skip a batch at which --max-failed-starts attempts have ended in NaN, instead of refusing to restart"
+        False, "skip a batch once --max-failed-starts attempts have ended in NaN there, instead of refusing to restart"
     )
     skip_train_iteration_range: tuple[str, ...] = flag(
         (),

@@ -9,7 +9,7 @@ The mix of sources is a list of phases. A run has one, unless its blend is chang
 new weights begins at the consumed samples of that checkpoint, and the earlier phases stay as they were. In the new
 phase an existing source continues where it stopped, so its samples are neither skipped nor repeated within an epoch; a
 new source begins at its first sample; a removed source is remembered, and continues where it stopped if it comes back.
-A phase is defined by its first sample, its weights and the consumed counts, all of which are stored, so every resume
+A phase is defined by its first sample, its weights and the consumed counts; all are stored, so every resume
 from one checkpoint gives the same order.
 """
 

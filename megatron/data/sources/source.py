@@ -142,7 +142,7 @@ class Source(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Returns the number of sequences, rows, pairs or documents, by which it is split."""
+        """Returns the number of sequences, rows, pairs or documents, the unit of `--split`."""
 
     @abstractmethod
     def plan(self, first: int, last: int, split: str) -> SourcePlan:

@@ -12,7 +12,7 @@ class FlatBucket:
 
     Args:
         like: tensors with the shapes and the device of the views.
-        dtype: of the buffer; that of `like` by default.
+        dtype: of the buffer; `like`'s by default.
 
     Attributes:
         flat: the buffer. `[n]`

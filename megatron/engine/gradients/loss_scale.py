@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """The rule by which a loss scale changes.
+    """The update rule of a loss scale.
 
     Attributes:
         window: steps without an overflow after which it doubles.

@@ -29,7 +29,7 @@ class OptimizerPlan(ABC, Generic[_Optimizer]):
 
     Each optimizer has a subclass in its file, listed in `plans.py`. The engine groups trained parameters by
     `group_entries`, builds the optimizer from the groups, and connects it once DeepSpeed has moved the weights to flat
-    tensors, of which a parameter is a slice. Flags that cannot be combined with the optimizer are rejected in
+    tensors and made parameters slices of them. Flags that cannot be combined with the optimizer are rejected in
     `megatron/config/rules/`, before torch is imported.
 
     Args:

@@ -43,7 +43,7 @@ class KnownTokens:
 
 
 class Drafter:
-    """Drafts tokens; the block's keys and values are in the text's cache, as those of a further layer.
+    """Drafts tokens; the block's keys and values are in the text's cache, like a further layer's.
 
     The block that predicts the token after the next one is applied repeatedly, to its own states.
 

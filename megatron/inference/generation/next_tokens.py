@@ -57,7 +57,7 @@ def check_request(request: Request, loaded: LoadedModel) -> None:
 
 
 def last_length(request: Request, loaded: LoadedModel) -> int:
-    """The length at which a text ends, in tokens, its prompt included."""
+    """The maximum length of a text in tokens, its prompt included."""
     return min(len(request.prompt) + request.max_new_tokens, loaded.positions)
 
 

@@ -24,7 +24,7 @@ class Text:
 
     Attributes:
         tokens: the prompt and the generated tokens.
-        last_length: length at which the text ends, in tokens.
+        last_length: maximum length of the text, in tokens.
         cache: keys and values of the computed tokens.
         context_number: 1 if the cached keys have the rotations of long texts; see `EngineLimits.short_context`.
         scored: the scored tokens of the prompt, from the second on, for a request with `scores_prompt`.

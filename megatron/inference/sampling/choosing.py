@@ -135,7 +135,7 @@ def _check_finite(highest: torch.Tensor, choosers: Sequence[Chooser]) -> None:
 
 
 def _inverse(warped: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
-    """The tokens at which the cumulative distributions exceed the draws.
+    """The first tokens whose cumulative probability exceeds the draw.
 
     Shapes: warped `[b, v]`, with the highest score of a row at 0; draws `[b]`; result `[b]` int64.
     """

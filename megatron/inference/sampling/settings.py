@@ -24,7 +24,7 @@ _SEED = Flag("seed", int, FlagFacts("the seed of the draws"), 1234, required=Fal
 class Sampling:
     """Sampling settings; the defaults draw from the network's distribution.
 
-    `docs/generation.md` has the formulas and the order in which they are applied.
+    `docs/generation.md` has the formulas and their order.
 
     Args:
         greedy: take the highest score after bias and penalties; temperature and cuts have no effect.

@@ -1,4 +1,4 @@
-"""The bounds of attention, and the tensors in which its forms take them."""
+"""The bounds of attention, and the tensors that pass them to its forms."""
 
 from __future__ import annotations
 

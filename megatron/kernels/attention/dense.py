@@ -93,7 +93,7 @@ def explicit_attention(
     softcap: float | None = None,
     kernels: Kernels = TORCH_KERNELS,
 ) -> torch.Tensor:
-    """`attention` with materialized probabilities, to which `dropout` or `drop` is applied.
+    """`attention` with materialized probabilities; applies `dropout` or `drop` to them.
 
     Used for soft-caps and for dropout on CPUs, where torch's fused attention lacks dropout and its fallback, which
     draws random numbers serially, takes about twice as long.

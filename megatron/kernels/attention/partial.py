@@ -157,7 +157,7 @@ def merge_(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges the result of further keys into a result in place; returns it with its denominator.
 
-    Shapes: out and part `[b, a, q, d]`, out float32; logsumexps `[b, a, q]` float32, of which at most one is -inf for
+    Shapes: out and part `[b, a, q, d]`, out float32; logsumexps `[b, a, q]` float32, at most one of them -inf for
     each query.
     """
     total = torch.logaddexp(logsumexp, part_logsumexp)

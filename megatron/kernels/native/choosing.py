@@ -15,7 +15,7 @@ from megatron.kernels.choice import Implementation, Kernels
 from megatron.kernels.native.library import FOLDER_VARIABLE, REBUILD, default_folder, library
 from megatron.kernels.native.measured import fastest
 
-# The folders of csrc/ops that an operation needs, if not just that of its name.
+# The folders of csrc/ops that an operation needs, if not just the folder of its name.
 PARTS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"optimizer": ("adamw", "multi_tensor")})
 
 

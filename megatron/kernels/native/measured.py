@@ -1,4 +1,4 @@
-"""Measured speeds of the implementations relative to torch, by which `--kernels auto` chooses."""
+"""Measured speeds of the implementations relative to torch; the basis of `--kernels auto`."""
 
 from __future__ import annotations
 

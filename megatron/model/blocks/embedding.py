@@ -130,7 +130,7 @@ class OutputHead(nn.Module):
     """Computes the logits of this rank's vocabulary rows, including padding rows, whose logits are 0.
 
     With sequence parallelism the tokens of all ranks are gathered, since each rank has only a part of the vocabulary.
-    With `context.factored_logits` the factors of the logits are returned, from which `head_losses` computes the losses.
+    With `context.factored_logits` the factors of the logits are returned; `head_losses` computes the losses from them.
 
     Shapes: `[b, s, h]` to `[b, s, v/t]`; weight `[v/t, h]`, bias `[v/t]`.
 

@@ -121,7 +121,7 @@ class Router(StepState):
             self.expert_shares.copy_(torch.where(is_applied, shares, self.expert_shares))
 
     def _preferences(self, logits: torch.Tensor) -> torch.Tensor:
-        """The values by which experts are chosen. Shapes: `[n, e]` to the same."""
+        """The values that experts are chosen by. Shapes: `[n, e]` to the same."""
         if self.expert_bias is None and self.groups is None:
             return logits  # in the order of the scores, but without the ties of rounded sigmoids
         scores = logits
@@ -236,7 +236,7 @@ class RouterLosses:
         samples: int,
         split: SequenceSplit | None,
     ) -> torch.Tensor:
-        """The load-balancing loss; its mean over ranks that share samples is that of the whole samples, since it is
+        """The load-balancing loss; its mean over ranks that share samples equals the loss of whole samples, since it is
         linear in the probabilities.
         """
         if load.last_shares is not None:

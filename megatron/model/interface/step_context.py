@@ -89,7 +89,7 @@ class StepContext:
         mask: the tokens that a token may attend to.
         prefix_mask: tokens that all tokens of their document may attend to, earlier ones included; None for none.
         token_types: index of each token's segment in its sample; None in networks without token types.
-        predicted: the positions for which a masked language model computes outputs; None for all.
+        predicted: the output positions of a masked language model; None for all.
         tokens: the tokens of the samples, if layers beyond the first look them up; otherwise None.
         recompute: the modules that are recomputed during backward.
         explicit_attention: True if attention keeps its probabilities instead of using a fused kernel.
@@ -205,7 +205,7 @@ class StepContext:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors from which the next pipeline stage rebuilds this context with `StepSettings.context`."""
+        """The tensors that the next pipeline stage rebuilds this context from, with `StepSettings.context`."""
         optional = (getattr(self, name) for name in OPTIONAL_TENSORS)
         return (self.sample_ids, *(tensor for tensor in optional if tensor is not None))
 

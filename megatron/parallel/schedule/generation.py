@@ -21,7 +21,7 @@ def fixed_orders(ranks: int, chunks_per_rank: int, micro_batches: int) -> _Order
     chunk, then through its second. The last group is filled up with micro-batches that are removed at the end.
 
     Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
-    section 2.2; the length of the warm-up is that of Megatron-LM, megatron/core/pipeline_parallel/schedules.py.
+    section 2.2; the length of the warm-up as in Megatron-LM, megatron/core/pipeline_parallel/schedules.py.
     """
     group_size = 1 if chunks_per_rank == 1 else ranks
     passes = [
@@ -55,7 +55,7 @@ class GreedySchedule:
         splits: weight gradients are computed separately from input gradients.
 
     Attributes:
-        end: the time at which the last computation ends.
+        end: when the last computation ends.
         peak_alive: for each rank, the peak number of chunk activations.
     """
 

@@ -113,7 +113,7 @@ def _deadlock(orders: Orders, heads: Mapping[int, Computation], ended: Collectio
     """Describes a cycle of computations that wait for each other.
 
     Args:
-        heads: the computation at which each rank is blocked.
+        heads: the blocked computation of each rank.
     """
     links: dict[int, str] = {}
     rank = min(heads)

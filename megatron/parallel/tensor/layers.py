@@ -36,7 +36,7 @@ class ColumnParallelLinear(DirectModule):
     """`y = x W^T + b` with the outputs split: each rank computes its outputs from the full input.
 
     Args:
-        outputs: the logical output dimensions, one of which is split over `axis`; a fused query-key-value layer has
+        outputs: the logical output dimensions, one of them split over `axis`; a fused query-key-value layer has
             (heads, 3, head size), a gated unit (2, inner).
 
     Attributes:

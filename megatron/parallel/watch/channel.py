@@ -53,7 +53,7 @@ class Channel:
     Args:
         links: to the coordinators on other ranks, the first coordinator first.
         coordinator: of this rank, if it has one.
-        listener: the socket on which other ranks connect to this one, if any do.
+        listener: the socket that accepts other ranks' connections, if any connect.
         size: number of ranks.
         relayed: the ranks whose messages this one relays, if it has no coordinator.
         coordinators: where to connect if the rank that relays this one's messages is lost; empty without such a rank.
@@ -290,7 +290,7 @@ class Channel:
         self._writing = set(self._blocked)
 
     def _discount_suspension(self, began_at: float, limit_seconds: float) -> None:
-        """Excludes from all measurements a time in which the whole process was suspended."""
+        """Excludes a suspension of the whole process from all measurements."""
         now = time.monotonic()
         late_seconds = now - began_at - limit_seconds
         if late_seconds < self._limits.nap_seconds:

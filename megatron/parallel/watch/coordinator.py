@@ -25,7 +25,7 @@ _FROM_RANK = re.compile(r"\Arank (\d+): ")  # the prefix that `run_on_all` adds
 
 @dataclass(frozen=True)
 class Failure:
-    """The error with which a rank exits.
+    """The error that made a rank exit.
 
     Attributes:
         is_ready: the rank has closed its files and may be terminated.
@@ -40,7 +40,7 @@ class Failure:
         return _FROM_RANK.sub("", self.text)
 
     def source(self, rank: int) -> int:
-        """The rank in which the error occurred, if `rank` reported it."""
+        """The rank of the error's origin, if `rank` reported it."""
         named = _FROM_RANK.match(self.text)
         return rank if named is None else int(named[1])
 
@@ -135,7 +135,7 @@ class Coordinator:
         self._send({"kind": "bye"})
 
     def discount(self, seconds: float) -> None:
-        """Excludes a time in which this process was suspended from all measurements."""
+        """Excludes a suspension of this process from all measurements."""
         for member in self.members:
             member.received_at += seconds
 

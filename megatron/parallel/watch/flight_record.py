@@ -1,4 +1,4 @@
-"""The last messages of this process, from torch's flight recorder: the communication in which a rank hangs.
+"""The last messages of this process, from torch's flight recorder: the communication a rank hangs in.
 
 Reads NCCL's recorder if torch was built with NCCL, the generic one otherwise. Empty if torch has neither or the user
 has disabled recording (`TORCH_FR_BUFFER_SIZE=0`).

@@ -2,7 +2,7 @@
 
 Two ranks run a coordinator, and all others connect to both; in a run of many ranks, to a rank of their node that relays
 their messages. Addresses, ports and the token that authenticates a rank are exchanged over `mesh.control`. Ranks of one
-machine use its loopback interface, others the address at which a rank is reached from another machine.
+machine use its loopback interface, others its address on the network.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ConnectedRanks:
         processes: the processes of all ranks.
         coordinators: the rank of each coordinator, the first one first.
         token: authenticates a rank of the run.
-        listener: the socket on which other ranks connect, if this one has a coordinator or relays messages.
+        listener: the socket that accepts other ranks' connections, if this one has a coordinator or relays messages.
         connected: a socket to each coordinator on another rank, or to the rank that relays this one's messages.
         fallback: the coordinators, for when that relaying rank is lost; empty without one.
     """

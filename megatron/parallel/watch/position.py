@@ -16,7 +16,7 @@ _ALTERNATING = frozenset({"forward", "p2p", "backward"})
 
 
 class RankPace(NamedTuple):
-    """The work of a rank so far, without the time in which it waited for others.
+    """The work of a rank so far, without its waits for others.
 
     Attributes:
         data_milliseconds: time that it waited for its batches.

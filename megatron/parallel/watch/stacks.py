@@ -9,9 +9,9 @@ from types import FrameType
 
 from megatron.parallel.watch.flight_record import last_messages
 
-# Modules and packages in which the innermost call waits for other ranks.
+# Modules and packages of calls that wait for other ranks.
 _WAITING = ("torch.distributed", "deepspeed", "megatron.parallel.messages", "megatron.parallel.rank_tree")
-# Modules in which the main thread waits for another thread of this process.
+# Modules of calls that wait for another thread of this process.
 _HANDING = ("threading", "queue", "concurrent.futures", "torch.autograd.graph")
 _MOST_FRAMES = 64
 _MESSAGES = "last messages:"

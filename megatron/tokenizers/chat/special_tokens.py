@@ -1,4 +1,4 @@
-"""Encoding of rendered conversations, in which only the template's special tokens count as such.
+"""Encoding of rendered conversations; only the template's special tokens count as such.
 
 The content of messages is guarded before rendering: a private-use character is inserted into each special token that it
 spells, and at its ends if it could spell one together with its surroundings. After rendering, the remaining special

@@ -65,7 +65,7 @@ class ChatTemplate:
 
     @cached_property
     def stop_texts(self) -> tuple[str, ...]:
-        """The text after an answer, at which generation stops; empty if that is end-of-document."""
+        """The text after an answer that stops generation; empty if that is end-of-document."""
         try:
             text = self.render(_PROBE, add_generation_prompt=False)
         except MegatronError:

@@ -116,7 +116,7 @@ def agreeing_encoder(
 
 
 def edge_cases(special_tokens: Sequence[str]) -> list[str]:
-    """Returns texts on which different tokenizers are likely to differ: scripts, spaces, runs, special tokens.
+    """Returns texts that different tokenizers are likely to encode differently: scripts, spaces, runs, special tokens.
 
     Deterministic; about 40 KB, which take some 30 ms to check.
     """

@@ -32,7 +32,7 @@ class SkippedRanges(Callback):
 
 
 class SkippedBatches(Callback):
-    """Skips batches on which earlier starts failed; the step is taken on the next batch.
+    """Skips batches that made earlier starts fail; the step is taken on the next batch.
 
     Args:
         steps: the steps before which a batch is skipped; repeat a step to skip several.

@@ -1,4 +1,4 @@
-"""Straggler reports every 100 steps: the slowest rank, in which phase, and how often."""
+"""Straggler reports every 100 steps: the slowest rank, its phase, and how often."""
 
 from __future__ import annotations
 

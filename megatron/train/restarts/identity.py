@@ -39,7 +39,7 @@ class RunIdentity:
     Attributes:
         run_id: 16 hexadecimal digits, drawn at the first start; empty if unknown.
         finetuned_from: the base checkpoint of a fine-tuning, see `base_of`; else empty.
-        forked_from: the checkpoint at which it was forked from another run, see `base_of`, or `nothing`; else empty.
+        forked_from: the checkpoint of another run that it was forked from, see `base_of`, or `nothing`; else empty.
     """
 
     run_id: str = ""

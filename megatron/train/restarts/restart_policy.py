@@ -65,7 +65,7 @@ def decide(
 ) -> tuple[str | None, tuple[int, ...]]:
     """Refuses to start a run that has ended at one step --max-failed-starts times and saved nothing since.
 
-    An end counts if it happened during training and was not requested. With --resume-skip-poisoned, a batch on which
+    An end counts if it happened during training and was not requested. With --resume-skip-poisoned, a batch where
     starts end in NaN is skipped, at one step at most --max-failed-starts times, so that broken weights do not consume
     all data.
 
@@ -126,7 +126,7 @@ def _refusal(
 ) -> str:
     remedies = []
     if is_poisoned and not skipped:
-        remedies.append(f"--resume-skip-poisoned skips the batch of iteration {step}, on which all ended in NaN")
+        remedies.append(f"--resume-skip-poisoned skips the batch of iteration {step}, where all ended in NaN")
     elif is_poisoned and skipped < limit:
         remedies.append(
             f"--resume-skip-poisoned skips one more batch of iteration {step}, in addition to {skipped}; if that is "

@@ -294,8 +294,8 @@ def _source(config: RunConfig, mesh: ParallelMesh) -> Path:
     """The folder to search for checkpoints: the --load folder, or one step in it; collective over the mesh.
 
     Raises:
-        CheckpointError: there is no checkpoint of the step, or --save has later ones, from which the next run would
-            resume.
+        CheckpointError: there is no checkpoint of the step, or --save has later ones, and the next run would resume
+            from them.
     """
     loading, saving = config.loading, config.saving
     directory, step = Path(str(loading.load)), loading.load_step
@@ -352,7 +352,7 @@ def _claim_secondary(folder: Path, identity: RunIdentity, config: RunConfig, sav
     newest = candidates[0].step if candidates else -1
     if saved is not None and _names_one(config, saved) and newest > saved.record.progress.step:
         raise CheckpointError(
-            f"--save-secondary {folder} has a copy of iteration {newest}, from which the next run would resume, but "
+            f"--save-secondary {folder} has a copy of iteration {newest}, which the next run would resume from, but "
             f"this run goes back to iteration {saved.record.progress.step}. Use another --save-secondary folder."
         )
     if read_identity(folder) != identity:
@@ -476,7 +476,7 @@ def _branch(config: RunConfig, base: SavedRun | None, secondary: Path | None) ->
 
 
 def _resume_from_save(config: RunConfig) -> RunConfig:
-    """The flags with which a run that has saved before resumes, without those that select its base."""
+    """The flags for resuming a run that has saved before, without those that select its base."""
     loading, save = config.loading, config.saving.save
     ignored = "at iteration 0 (--from-scratch)" if loading.from_scratch else f"from --load {loading.load}"
     log.info(

@@ -135,7 +135,7 @@ def _explain_lost_peers() -> Iterator[None]:
 
 
 def _time_limits(config: RunConfig) -> WatchLimits:
-    # At start-up, which may build index files, the limit is that of a collective.
+    # At start-up, which may build index files, the limit is the same as for a collective.
     hang_seconds = config.safety.hang_timeout_seconds
     return WatchLimits(hang_seconds, max(hang_seconds, 60.0 * config.parallel.distributed_timeout_minutes))
 

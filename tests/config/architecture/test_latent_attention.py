@@ -1,4 +1,4 @@
-"""The widths of latent attention, what follows from them, and what it does not go with."""
+"""The widths of latent attention, what follows from them, and what it cannot be combined with."""
 
 from __future__ import annotations
 

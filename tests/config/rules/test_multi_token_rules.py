@@ -1,4 +1,4 @@
-"""What multi-token prediction does not go with is refused with the way out."""
+"""Features that multi-token prediction cannot be combined with are refused with the way out."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ from megatron.engine.state import owned_pieces
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.networks import SEED, build_gpt, forward
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
@@ -92,7 +92,7 @@ RANKS_AND_STAGES = [(1, 1), (2, 2), (2, 3), (1, 2), (1, 3)]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("layout", sampled(RANKS_AND_STAGES, RANKS_AND_STAGES[:3]))
+@pytest.mark.parametrize("layout", mark_campaign(RANKS_AND_STAGES, RANKS_AND_STAGES[:3]))
 def test_every_stage_accumulates_in_float32(
     layout: tuple[int, int], gradients: tuple[torch.Tensor, torch.Tensor]
 ) -> None:

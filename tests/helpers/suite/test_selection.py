@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.samples import sampled
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.suite import dependencies, selection
 from tests.helpers.suite.dependencies import affected
 
@@ -42,7 +42,7 @@ def test_a_change_of_the_suite_itself_selects_everything(path: str) -> None:
     assert affected(FILES, {path}) == FILES
 
 
-@pytest.mark.parametrize("case", sampled(range(6), [0, 1, 4]))
+@pytest.mark.parametrize("case", mark_campaign(range(6), [0, 1, 4]))
 @pytest.mark.sampled(2)
 def test_cases_of_a_campaign_do_not_count(request: pytest.FixtureRequest, case: int) -> None:
     assert _core_cases(request, 6) == [0, 4]

@@ -16,6 +16,6 @@ from megatron.processor import cpu_features
 @pytest.mark.parametrize("operation", ["embedding"])
 def test_bindings_call_their_launchers_rightly(operation: str) -> None:
     builds.binding(operation)
-    command = [sys.executable, "-m", "csrc.emulator.harness.binding_program", operation]
+    command = [sys.executable, "-m", "tests.kernels.emulator.binding_program", operation]
     done = subprocess.run(command, cwd=builds.ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]

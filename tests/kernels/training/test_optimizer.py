@@ -108,7 +108,7 @@ def test_one_update_of_any_optimizer(compiled: Library, name: str) -> None:
             if by_hand:
                 optimizer.step()
             else:
-                optimizer.step = None  # type: ignore[method-assign]  # what replaces it is passed over
+                optimizer.step = None  # type: ignore[method-assign]  # its replacement is skipped
                 update(optimizer, gradient_factor=factor, copies=copies)
         results.append((parameters, copies))
     (ours, copies), (expected, _) = results

@@ -14,8 +14,8 @@ from megatron.config.sections.pipelines import SCHEDULE_CHUNKS
 from megatron.errors import ConfigError
 from megatron.parallel.schedule.actions import Kind, Program, Schedule
 from megatron.parallel.schedule.building import SCHEDULES, build_schedule, schedule_costs
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.pipeline_programs import Execution
-from tests.helpers.samples import sampled
 
 LAYOUTS = [
     (name, ranks, chunks, micro_batches)
@@ -38,7 +38,7 @@ def larger_layouts(cases: int) -> list[tuple[str, int, int, int]]:
     return [(name, chance.randint(1, 12), chunks, chance.randint(1, 60)) for name, _, chunks, _ in drawn]
 
 
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, FEW), ids=str)
+@pytest.mark.parametrize("layout", mark_campaign(LAYOUTS, FEW), ids=str)
 def test_programs_run_to_their_ends_in_every_order_of_events(layout: tuple[str, int, int, int]) -> None:
     check(build_schedule(*layout), seeds=2)
 

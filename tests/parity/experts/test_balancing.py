@@ -17,8 +17,8 @@ from megatron.model.blocks.router import BALANCE_LOSS, PASSES, dropped_tokens, e
 from megatron.model.interface.step_state import states_of
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
@@ -154,7 +154,7 @@ def test_a_loss_within_micro_batches_does(plain: dict[tuple[str, int], Course]) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cases", sampled([FEW, ALL], [FEW]), ids=["few", "all"])
+@pytest.mark.parametrize("cases", mark_campaign([FEW, ALL], [FEW]), ids=["few", "all"])
 def test_every_layout_trains_like_one_process(
     cases: list[tuple[str, str]], plain: dict[tuple[str, int], Course], tmp_path: Path
 ) -> None:

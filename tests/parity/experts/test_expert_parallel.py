@@ -18,8 +18,8 @@ from megatron.engine.replicas import find_differences
 from megatron.engine.state import owned_pieces, pieces_to_load, refresh_weights
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine, parameter_counts
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_flags, local_batches
 from tests.parity.reference import Recipe
 
@@ -113,7 +113,7 @@ SETS = {"few": (RANKS, FEW), "all": (RANKS, ALL), "eight ranks": (2 * RANKS, EIG
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sampled(SETS, ["few"]))
+@pytest.mark.parametrize("name", mark_campaign(SETS, ["few"]))
 def test_experts_on_other_ranks_train_like_one_process(name: str) -> None:
     ranks, cases = SETS[name]
     ((curve, evaluated, size, _),) = run_ranks(train, 1, [Case(1, 0)], 1)[0]

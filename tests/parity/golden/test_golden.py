@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.samples import DEFAULT_CASES, sampled
+from tests.helpers.campaign_cases import DEFAULT_CASES, mark_campaign
 from tests.parity.golden.golden_curves import (
     ENVIRONMENT,
     GOLDEN,
@@ -67,7 +67,7 @@ def test_every_layout_and_precision_has_its_curve() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, TRAINED))
+@pytest.mark.parametrize("layout", mark_campaign(LAYOUTS, TRAINED))
 def test_curves_are_those_that_are_kept(curves: dict[str, dict[str, Curve]], layout: str) -> None:
     for name, kept in read_golden(layout).items():
         trained = curves[layout][name]

@@ -19,8 +19,8 @@ from megatron.parallel.mesh import Axis
 from megatron.parallel.messages import exchange_parts
 from megatron.parallel.pieces import Kind
 from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 from trident.plan.dry_run.rank_simulation import simulate_rank
@@ -125,7 +125,7 @@ KEPT = ["muon tp2dp2", "muon pp2dp2", "muon-experts tp2dp2", "lion pp2dp2", "sch
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("case", sampled(CASES, KEPT), ids=str)
+@pytest.mark.parametrize("case", mark_campaign(CASES, KEPT), ids=str)
 def test_every_layout_trains_like_one_process(case: str, tmp_path: Path) -> None:
     optimizer, layout = case.split()
     extra, (sizes, stages) = OPTIMIZERS[optimizer], LAYOUTS[layout]

@@ -14,8 +14,8 @@ from megatron.config import Machine
 from megatron.config.sections.pipelines import SCHEDULE_CHUNKS, SPLIT_SCHEDULES
 from megatron.parallel.joining import open_mesh
 from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.campaign_cases import DEFAULT_CASES, mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import DEFAULT_CASES, sampled
 from tests.parity.layouts import layout_config, layout_name, local_batches
 from tests.parity.reference import Recipe
 from tests.parity.switches import SWITCHES
@@ -159,6 +159,6 @@ def test_chunks_on_a_gpu_equal_the_whole_network() -> None:
     check_chunks_on_one_device(one_device_curves("cuda"), GPU_RATIO, GPU_RATIO)
 
 
-@pytest.mark.parametrize("layout", sampled([*LAYOUTS, (2, 2, 2)], []), ids=layout_name)
+@pytest.mark.parametrize("layout", mark_campaign([*LAYOUTS, (2, 2, 2)], []), ids=layout_name)
 def test_all_combinations_equal_one_process(layout: Layout, alone: list[Curve]) -> None:
     check(layout, ALL, alone[0])

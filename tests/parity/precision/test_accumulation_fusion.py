@@ -19,8 +19,8 @@ from megatron.parallel.tensor import weight_gradients
 from megatron.train.start_up import engine_opening
 from megatron.train.start_up.engine_opening import open_engine, refusal_of_fusion
 from tests.engine.tapes import TapeCapturer
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.kernels.devices.adding_device import AddingDevice, adding_device
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
@@ -176,7 +176,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tu
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sampled(CASES, KEPT))
+@pytest.mark.parametrize("name", mark_campaign(CASES, KEPT))
 def test_training_is_the_same(name: str, results: Callable[[str], list[tuple[Course, Course]]]) -> None:
     case = CASES[name]
     one, three = results(name)

@@ -15,8 +15,8 @@ from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import ParallelMesh
 from megatron.train.objectives import names_predicted
 from megatron.train.start_up.engine_opening import build_engine
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.parity.layouts import layout_flags, local_batches
 from tests.parity.reference import Recipe
 
@@ -204,7 +204,7 @@ FEW = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", sampled([FEW, list(CASES)], [FEW]), ids=["few", "all"])
+@pytest.mark.parametrize("names", mark_campaign([FEW, list(CASES)], [FEW]), ids=["few", "all"])
 def test_losses_and_norms_are_those_of_one_process(names: list[str]) -> None:
     (alone,) = run_ranks(train, 1, names, 1)
     for of_rank in run_ranks(train, 4, names, 4, timeout_seconds=300):

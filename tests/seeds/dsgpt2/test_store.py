@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,8 +24,7 @@ def test_000_1_store_import_and_stat(
     Path("db.json").write_text(json.dumps({**settings, "COLLECTIONS": ["web", "news"]}))
 
     def run(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["corpus_store.py", *words])
-        code = corpus_store.main()
+        code = corpus_store.main(words)
         return code, capsys.readouterr().out
 
     for name in ("web", "news", "web"):  # twice the same file

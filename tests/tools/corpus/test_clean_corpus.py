@@ -1,4 +1,4 @@
-"""The cleaning command as users type it."""
+"""The cleaning command."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-TOOL = str(ROOT / "tools" / "corpus" / "clean_corpus.py")
+from tests.tools.corpus.in_process import run_tool
+from tools.corpus import clean_corpus
+
+TOOL = clean_corpus.__file__
 TEXT = "It is said that the house by the river has stood there for more than two hundred years, and that it will stay."
 
 
-def run(folder: Path, *words: str, given: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, TOOL, *words]
-    return subprocess.run(command, cwd=folder, input=given, capture_output=True, timeout=120, check=False)
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run_tool(clean_corpus.main, folder, *words)
 
 
 def lines_of(*texts: str) -> bytes:
@@ -44,9 +45,9 @@ def test_the_command_with_a_report(tmp_path: Path) -> None:
     ]
     words += ["--min-characters", "20", "--exact-duplicates", "--report", "report.json", "--dropped", "dropped.jsonl"]
     done = run(tmp_path, *words)
-    assert done.returncode == 65 and b"in.jsonl:6: byte offset 5" in done.stderr and b"Traceback" not in done.stderr
+    assert done.returncode == 65 and "in.jsonl:6: byte offset 5" in done.stderr
     done = run(tmp_path, *words, "--on-bad-line", "skip", "--workers", "2")
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, done.stderr
     kept = [json.loads(line) for line in (tmp_path / "out" / "clean.jsonl").read_bytes().splitlines()]
     assert kept == [{"id": 0, "text": TEXT}, {"id": 4, "text": TEXT[:60] + " café."}]
     report = json.loads((tmp_path / "report.json").read_bytes())
@@ -65,7 +66,7 @@ def test_the_command_with_a_report(tmp_path: Path) -> None:
         ("bad line", 6),
     ]
     assert dropped[0]["document"] == {"id": 1, "text": german} and dropped[0]["source"] == "in.jsonl"
-    table = done.stderr.decode().splitlines()
+    table = done.stderr.splitlines()
     assert any(line.split() == ["dropped", "4", "66.67%"] for line in table)
     assert any("in.jsonl:3: 'short' ('5')" in line for line in table)
 
@@ -88,18 +89,20 @@ def test_near_duplicates_and_contamination_by_flags(tmp_path: Path) -> None:
         "--gopher-repetition",
     ]
     done = run(tmp_path, *words)
-    assert done.returncode == 0, done.stderr.decode()
+    assert done.returncode == 0, done.stderr
     kept = [json.loads(line)["id"] for line in gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes()).splitlines()]
     report = json.loads((tmp_path / "report.json").read_bytes())
     assert kept == [0, 4]
     assert set(report["dropped_for"]) == {"contaminated", "near duplicate", "repetition: in the most frequent 2-grams"}
-    assert b"Counting 5 word runs" in done.stderr
+    assert "Counting 5 word runs" in done.stderr
     contradiction = run(tmp_path, *words, "--min-ngram", "11")
-    assert contradiction.returncode == 64 and b"--min-ngram 11 is more than --ngram 10" in contradiction.stderr
+    assert contradiction.returncode == 64 and "--min-ngram 11 is more than --ngram 10" in contradiction.stderr
 
 
 def test_standard_input_and_no_kept_documents(tmp_path: Path) -> None:
-    done = run(tmp_path, "--input", "-", "--output", "out.jsonl", "--max-words", "2", given=lines_of(TEXT, TEXT))
+    command = [sys.executable, TOOL, "--input", "-", "--output", "out.jsonl", "--max-words", "2"]
+    lines = lines_of(TEXT, TEXT)
+    done = subprocess.run(command, cwd=tmp_path, input=lines, capture_output=True, timeout=120, check=False)
     assert done.returncode == 0
     assert b"None of 2 documents was kept" in done.stderr and b"<stdin>:1: 'It is said" in done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == b""
@@ -114,9 +117,9 @@ def test_flags_that_contradict_each_other(tmp_path: Path) -> None:
         "--min-words 9 is more than --max-words 8",
         "--keep-curly-quotes requires --fix-text",
     ):
-        assert sentence in done.stderr.decode()
+        assert sentence in done.stderr
     done = run(tmp_path, "--input", "none.jsonl", "--output", "out.jsonl")
-    assert done.returncode == 64 and b"--input none.jsonl cannot be read" in done.stderr
+    assert done.returncode == 64 and "--input none.jsonl cannot be read" in done.stderr
 
 
 SAID = {signal.SIGTERM: b"terminated by SIGTERM", signal.SIGINT: b"interrupted from the keyboard"}

@@ -24,15 +24,13 @@ TOOL = str(Path(__file__).resolve().parents[3] / "tools" / "corpus" / "corpus_st
 class Tool:
     """Runs the program in this process, in a folder."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-        self._monkeypatch = monkeypatch
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
         self.complaints = ""
 
     def __call__(self, *words: str) -> tuple[int, str]:
         """The exit code and what was printed."""
-        self._monkeypatch.setattr(sys, "argv", [TOOL, *words])
-        code = corpus_store.main()
+        code = corpus_store.main(words)
         shown, self.complaints = self._capsys.readouterr()
         return code, shown
 
@@ -41,7 +39,7 @@ class Tool:
 def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Tool]:
     monkeypatch.chdir(folder)
     before = signal.getsignal(signal.SIGTERM)
-    yield Tool(monkeypatch, capsys)
+    yield Tool(capsys)
     signal.signal(signal.SIGTERM, before)
 
 

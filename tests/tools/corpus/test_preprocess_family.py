@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,9 @@ import pytest
 from megatron.data.formats.sidecar import read_sidecar
 from tests.helpers.programs import forking_python
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.tools.corpus.in_process import run_tool
+from tools import merge_preprocessed_data
+from tools.corpus import check_data
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -86,13 +88,12 @@ def test_the_older_layout_is_written_merged_and_checked(folder: Path) -> None:
     words = ["--input", "in.jsonl", "--output-prefix", "old", "--dataset-impl", "cached"]
     assert tool(folder, "preprocess_data_many_cores.py", *words).returncode == 0
     parts = [f"old{number}_text_document" for number in range(3)]
-    words = [sys.executable, str(TOOLS / "merge_preprocessed_data.py"), "--datasets", *parts]
-    done = subprocess.run([*words, "--output-prefix", "both_text_document"], cwd=folder, timeout=120, check=False)
+    words = ["--datasets", *parts, "--output-prefix", "both_text_document"]
+    done = run_tool(merge_preprocessed_data.main, folder, *words)
     assert done.returncode == 0 and pair(folder, "both") == pair(folder, "old")
     assert pair(folder, "old")[1].startswith(b"TNTIDX")
-    words = [sys.executable, str(TOOLS / "corpus/check_data.py"), "both_text_document"]
-    done = subprocess.run(words, cwd=folder, timeout=120, check=False, capture_output=True)
-    assert done.returncode == 0 and b"tokens of int32" in done.stdout and b"ids: all in 0 to 599" in done.stdout
+    done = run_tool(check_data.main, folder, "both_text_document")
+    assert done.returncode == 0 and "tokens of int32" in done.stdout and "ids: all in 0 to 599" in done.stdout
 
 
 def test_sentences_are_the_same_with_both_tools(folder: Path) -> None:

@@ -14,14 +14,25 @@ import tokenizers
 
 from tests.helpers.tiny_run import TinyCorpus, losses, train
 from tests.helpers.vocabulary import hard_documents, write_vocabulary
+from tests.tools.corpus.in_process import run_tool
+from tools import preprocess_data, train_tokenizer
+from tools.corpus import check_data, check_tokenizer
 
-TOOLS = Path(__file__).resolve().parents[3] / "tools"
+
+def learn(*words: object) -> subprocess.CompletedProcess[str]:
+    """Trains a tokenizer."""
+    return run_tool(train_tokenizer.main, Path(), *words)
 
 
-def run(tool: str, *words: str | Path, data: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, str(TOOLS / tool), *map(str, words)], capture_output=True, timeout=120, check=False, input=data
-    )
+def learn_piped(texts: bytes, *words: object) -> subprocess.CompletedProcess[bytes]:
+    """Trains a tokenizer on texts from standard input."""
+    command = [sys.executable, train_tokenizer.__file__, "--input", "-", *map(str, words)]
+    return subprocess.run(command, input=texts, capture_output=True, timeout=120, check=False)
+
+
+def check(*words: object) -> subprocess.CompletedProcess[str]:
+    """Checks a tokenizer."""
+    return run_tool(check_tokenizer.main, Path(), *words)
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +46,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_unigram_vocabulary_end_to_end(tmp_path: Path, corpus: Path) -> None:
     words = ["--model-type", "unigram", "--vocab-size", "800", "--special-tokens", "dsgpt2"]
-    done = run("train_tokenizer.py", "--input", corpus, *words, "--output-prefix", tmp_path / "one")
-    assert done.returncode == 0, done.stderr.decode()
-    assert b"one-tokenizer.json: 800 entries, 107 special" in done.stderr and (tmp_path / "one.model").is_file()
+    done = learn("--input", corpus, *words, "--output-prefix", tmp_path / "one")
+    assert done.returncode == 0, done.stderr
+    assert "one-tokenizer.json: 800 entries, 107 special" in done.stderr and (tmp_path / "one.model").is_file()
     choice = ["--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", tmp_path / "one-tokenizer.json"]
-    done = run(
-        "corpus/check_tokenizer.py", *choice, "--input", corpus, "--text", "çok güzel 안녕 👍🏽", "--require-exact"
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    assert "-> 'çok güzel 안녕 👍🏽'" in done.stdout.decode() and b"tokens per word" in done.stdout
+    done = check(*choice, "--input", corpus, "--text", "çok güzel 안녕 👍🏽", "--require-exact")
+    assert done.returncode == 0, done.stderr
+    assert "-> 'çok güzel 안녕 👍🏽'" in done.stdout and "tokens per word" in done.stdout
     prefix = tmp_path / "data"
-    done = run("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, *choice, "--append-eod")
-    assert done.returncode == 0, done.stderr.decode()
-    done = run("corpus/check_data.py", f"{prefix}_text_document", *choice, "--show", "1")
-    assert done.returncode == 0 and b"Random variable generators" in done.stdout
+    files = ["--input", corpus, "--output-prefix", prefix]
+    done = run_tool(preprocess_data.main, tmp_path, *files, *choice, "--append-eod")
+    assert done.returncode == 0, done.stderr
+    done = run_tool(check_data.main, tmp_path, f"{prefix}_text_document", *choice, "--show", "1")
+    assert done.returncode == 0 and "Random variable generators" in done.stdout
     tiny = TinyCorpus(tmp_path, f"{prefix}_text_document", "", "")
     flags = tiny.flags(
         train_iters=2, vocab_file=None, merge_file=None, tokenizer_type="HFTokenizer",
@@ -63,15 +73,15 @@ def test_a_sample_of_standard_input_and_of_plain_text(tmp_path: Path) -> None:
     words = ["--vocab-size", "400", "--document-separator", r"\n\n", "--max-documents", "50"]
     for prefix, seed in (("one", "1"), ("again", "1"), ("other", "2")):
         more = ["--output-prefix", tmp_path / prefix, "--seed", seed]
-        done = run("train_tokenizer.py", "--input", "-", *words, *more, data=texts)
+        done = learn_piped(texts, *words, *more)
         assert done.returncode == 0, done.stderr.decode()
     one, again, other = ((tmp_path / f"{name}-merges.txt").read_bytes() for name in ("one", "again", "other"))
     assert one == again != other
     more = ["--output-prefix", tmp_path / "wp", "--model-type", "wordpiece"]
-    done = run("train_tokenizer.py", "--input", "-", *words, *more, "--lower-case", data=texts)
+    done = learn_piped(texts, *words, *more, "--lower-case")
     assert done.returncode == 0 and (tmp_path / "wp-vocab.txt").read_bytes().startswith(b"[PAD]\n[UNK]\n")
-    done = run("train_tokenizer.py", "--input", "-", *more)
-    assert done.returncode == 64 and b"reads the input twice" in done.stderr
+    refused = learn("--input", "-", *more)
+    assert refused.returncode == 64 and "reads the input twice" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,8 +94,8 @@ def test_a_sample_of_standard_input_and_of_plain_text(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_flags_of_training(tmp_path: Path, corpus: Path, words: list[str], message: str) -> None:
-    done = run("train_tokenizer.py", "--input", corpus, "--output-prefix", tmp_path / "x", *words)
-    assert done.returncode == 64 and message in done.stderr.decode() and not list(tmp_path.iterdir())
+    done = learn("--input", corpus, "--output-prefix", tmp_path / "x", *words)
+    assert done.returncode == 64 and message in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_a_byte_level_tokenizer_that_loses_bytes_is_an_error(tmp_path: Path) -> None:
@@ -96,9 +106,9 @@ def test_a_byte_level_tokenizer_that_loses_bytes_is_an_error(tmp_path: Path) -> 
     reference.decoder = tokenizers.decoders.ByteLevel()
     reference.save(str(tmp_path / "few.json"))
     few = ["--tokenizer-type", "HFTokenizer", "--tokenizer-name-or-path", tmp_path / "few.json"]
-    done = run("corpus/check_tokenizer.py", *few, "--text", "abc", "abd")
-    assert done.returncode == 65 and b"1 texts do not round-trip byte for byte" in done.stderr
-    assert b"document 1, character 2: 'd' became ''" in done.stdout
+    done = check(*few, "--text", "abc", "abd")
+    assert done.returncode == 65 and "1 texts do not round-trip byte for byte" in done.stderr
+    assert "document 1, character 2: 'd' became ''" in done.stdout
     good = [
         "--tokenizer-type",
         "GPT2BPETokenizer",
@@ -108,7 +118,7 @@ def test_a_byte_level_tokenizer_that_loses_bytes_is_an_error(tmp_path: Path) -> 
         choice.merge_file,
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in hard_documents(20)))
-    done = run("corpus/check_tokenizer.py", *map(str, good), "--input", tmp_path / "in.jsonl", "--max-documents", "5")
-    assert done.returncode == 0 and b"round trip: 5 of 5 documents" in done.stdout
-    done = run("corpus/check_tokenizer.py", *map(str, good))
-    assert done.returncode == 64 and b"--text or --input is required" in done.stderr
+    done = check(*map(str, good), "--input", tmp_path / "in.jsonl", "--max-documents", "5")
+    assert done.returncode == 0 and "round trip: 5 of 5 documents" in done.stdout
+    done = check(*map(str, good))
+    assert done.returncode == 64 and "--text or --input is required" in done.stderr

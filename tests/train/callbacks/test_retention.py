@@ -14,7 +14,7 @@ from megatron.config import SavingConfig
 from megatron.errors import LaunchError
 from megatron.train.callbacks import retention
 from tests.checkpoint.made.saved_state import MESH, save_state
-from tests.helpers.samples import sampled
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.tiny_run import TinyCorpus, losses, train, write_tiny_corpus
 from tools import checkpoints
 
@@ -29,7 +29,7 @@ def folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir())
 
 
-@pytest.mark.parametrize("saves", sampled(["--async-save", "--no-async-save"], ["--async-save"]))
+@pytest.mark.parametrize("saves", mark_campaign(["--async-save", "--no-async-save"], ["--async-save"]))
 def test_a_run_keeps_what_it_should_and_resumes_from_the_copies(corpus: TinyCorpus, tmp_path: Path, saves: str) -> None:
     alone = tmp_path / "alone"
     assert train(corpus.flags(folder=alone)) == (0, "")

@@ -56,7 +56,7 @@ def test_a_run_that_goes_back_is_a_run_of_its_own_and_continues_when_it_is_start
 
 def test_copies_of_later_steps_are_not_beside_a_run_that_goes_back(tmp_path: Path) -> None:
     run, copies = saved(tmp_path / "a", 4, run_id=ONE), saved(tmp_path / "copies", 6, run_id=ONE)
-    sentence = r"copies has a copy of iteration 6, from which the next run .* goes back to iteration 4\. Use another"
+    sentence = r"copies has a copy of iteration 6, which the next run .* goes back to iteration 4\. Use another"
     for load in ({"load": str(run), "ckpt_step": 4}, {"load": str(run / "iter_0000004")}):
         with pytest.raises(CheckpointError, match=sentence):
             started(run, **load, save_secondary=str(copies))

@@ -24,7 +24,7 @@ ASKED = end(5, code=75, was_requested=True)
 STARTING = end(None, code=None)
 PASSED = {"batch_skips": (7,)}
 
-# name: history, step of the checkpoint to start from, flags; whether the start is refused, or what it passes over.
+# name: history, step of the checkpoint to start from, flags; whether the start is refused, or what it skips.
 SCENARIOS: dict[str, tuple[Sequence[Attempt], int, dict[str, object], bool | tuple[int, ...]]] = {
     "a first start": ((), 0, {}, False),
     "three failures": ([end(7)] * 3, 4, {}, True),
@@ -41,11 +41,11 @@ SCENARIOS: dict[str, tuple[Sequence[Attempt], int, dict[str, object], bool | tup
     "other settings now": ([end(7, settings="other")] * 3, 4, {}, False),
     "no limit": ([end(7)] * 99, 4, {"max_failed_starts": 0}, False),
     "a limit of one": ([end(7)], 4, {"max_failed_starts": 1}, True),
-    "NaN is passed over": ([end(7)] * 3, 4, {"resume_skip_poisoned": True}, (7,)),
+    "NaN is skipped": ([end(7)] * 3, 4, {"resume_skip_poisoned": True}, (7,)),
     "not yet": ([end(7)] * 2, 4, {"resume_skip_poisoned": True}, ()),
     "a kill is not": ([end(7), end(7), KILLED], 4, {"resume_skip_poisoned": True}, True),
     "replicas that differ are not": ([end(7, blames_step=False)] * 3, 4, {"resume_skip_poisoned": True}, True),
-    "what was passed over stays so": ([*[end(7)] * 3, end(9, **PASSED)], 4, {}, (7,)),
+    "skipped ranges stay skipped": ([*[end(7)] * 3, end(9, **PASSED)], 4, {}, (7,)),
     "failing behind it as often": ([*[end(7)] * 3, *[end(7, **PASSED)] * 3], 4, {}, True),
     "one more batch": ([end(7, **PASSED)] * 3, 4, {"resume_skip_poisoned": True}, (7, 7)),
     "bad weights": ([end(7, batch_skips=(7, 7, 7))] * 3, 4, {"resume_skip_poisoned": True}, True),

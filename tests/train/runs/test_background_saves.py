@@ -19,8 +19,8 @@ import pytest
 from megatron.checkpoint.storage import Storage
 from megatron.errors import ConfigError, ExitCode
 from megatron.train.callbacks import saving
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.ranks import run_ranks
-from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, train, train_here, write_tiny_corpus
 
 MODES = ("--async-save", "--no-async-save")
@@ -69,7 +69,7 @@ def test_both_ways_save_the_same(
     assert first == second
 
 
-@pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
+@pytest.mark.parametrize("mode", mark_campaign(MODES, MODES[:1]))
 def test_values_that_are_not_finite_are_never_saved(corpus: TinyCorpus, tmp_path: Path, mode: str) -> None:
     common = {"save_interval": 1, "lr_decay_style": "constant", "lr_warmup_fraction": None, "min_lr": None}
     assert train(corpus.flags(mode, folder=tmp_path, exit_interval=2, **common)) == (0, "")
@@ -124,7 +124,7 @@ def failed_saves(folder: Path) -> list[int]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mode", sampled(MODES, MODES[:1]))
+@pytest.mark.parametrize("mode", mark_campaign(MODES, MODES[:1]))
 @pytest.mark.parametrize("exits_at_first", [False, True], ids=["three", "first"])
 def test_saves_that_are_refused_in_a_row_end_all_ranks_at_the_same_step(
     corpus: TinyCorpus, tmp_path: Path, mode: str, exits_at_first: bool

@@ -12,8 +12,8 @@ import pretrain_gpt
 from megatron.checkpoint.record import Progress
 from megatron.errors import ExitCode
 from megatron.train.restarts.restore import warn_if_done
+from tests.helpers.campaign_cases import mark_campaign
 from tests.helpers.programs import forking_python
-from tests.helpers.samples import sampled
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, train, write_tiny_corpus
 from tests.train.samples import optim_config
 
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", sampled(LAYOUTS, ["tp2pp2", "dp2-zero3", "recompute"]))
+@pytest.mark.parametrize("name", mark_campaign(LAYOUTS, ["tp2pp2", "dp2-zero3", "recompute"]))
 def test_hidden_dropout_is_the_same_in_every_layout(corpus: TinyCorpus, tmp_path: Path, name: str) -> None:
     world, changes = LAYOUTS[name]
     more = ["--checkpoint-activations"] if name.startswith("recompute") else []
@@ -111,7 +111,7 @@ def test_batch_size_ramps_up_and_resumes(corpus: TinyCorpus, tmp_path: Path) -> 
 
 
 def test_a_range_beyond_the_samples_ends_the_run(corpus: TinyCorpus, tmp_path: Path) -> None:
-    """Its data counts towards --train-samples; a longer run passes over it and goes on."""
+    """Its data counts towards --train-samples; a longer run skips it and goes on."""
     skip = ["--skip-train-iteration-range", "2-9"]
     for samples, last in ((12, (1, 4)), (44, (3, 44))):
         flags = corpus.flags(*skip, folder=tmp_path, train_iters=None, train_samples=samples, lr_decay_samples=100)

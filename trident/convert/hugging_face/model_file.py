@@ -47,7 +47,7 @@ def imported_record(
         model_file: path of `model.yaml`, next to the tokenizer, during the import.
         target: their final folder.
         tokenizer: None if the model has none.
-        dtype: safetensors' element type of the weights, in which text is generated.
+        dtype: safetensors' element type of the weights, also used for generation.
         family: the family of the model.
 
     Raises:

@@ -124,7 +124,7 @@ def prove(
     """Compares logits and gradients of a checkpoint folder and returns the contents of `proof.json`.
 
     Args:
-        rounded_to: element type to which the checkpoint's weights are rounded first, if the export was rounded.
+        rounded_to: element type of the export; the checkpoint's weights are rounded to it first.
         kind: the compared values: the weights or their averages.
 
     Raises:

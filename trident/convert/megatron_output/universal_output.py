@@ -67,7 +67,7 @@ def write_universal(request: OutputRequest) -> Path:
 
 
 def _split_fields(rule: ShardingRule, keep_padding: bool) -> dict[str, Any]:
-    """The fields by which the loader shards a tensor; empty if replicated."""
+    """The loader's fields for sharding a tensor; empty if replicated."""
     if rule.split is None:
         return {}
     split: dict[str, Any] = {"cat_dim": int(rule.name.endswith(ROW_PARALLEL))}

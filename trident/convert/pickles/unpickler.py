@@ -110,7 +110,7 @@ class Stub:
 
 @dataclass(frozen=True, eq=False)
 class StorageBytes(_Stateless):
-    """A range of bytes in the file, of which tensors are views.
+    """A range of bytes in the file; tensors are views of it.
 
     Args:
         dtype: name of the element type, without "torch."; None if the tensor has it.

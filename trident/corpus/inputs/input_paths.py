@@ -62,7 +62,7 @@ class Shard:
 
     @property
     def suffix(self) -> str:
-        """The suffix of `--output-prefix`, by which the shares do not overwrite each other and sort in order."""
+        """The suffix of `--output-prefix` that keeps the shares apart and in order."""
         return f"_shard{self.number:0{len(str(self.count))}d}of{self.count}"
 
     def of_total(self, total: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from trident.evaluate.scoring import Score
 from trident.evaluate.statistics import mean
 from trident.evaluate.tasks.task import SHOWN_MISTAKES, Mistake, Prepared, TaskMeasurement, shown_end
 
-# The value by which choices are ranked, highest best: (item, index of the choice, its score).
+# The value that ranks choices, highest best: (item, index of the choice, its score).
 Preference = Callable[["ChoiceItem", int, Score], float]
 # The same without a score: (item, index of the choice).
 Habit = Callable[["ChoiceItem", int], float]

@@ -42,7 +42,7 @@ Normalize = Callable[[str], str]
 
 
 def normalized(text: str) -> str:
-    """The normalized form of a text, in which answers are compared."""
+    """The normalized form of a text, used to compare answers."""
     return _WHITE_SPACE.sub(" ", unicodedata.normalize("NFKC", text).casefold()).strip(_EDGES)
 
 

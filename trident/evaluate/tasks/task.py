@@ -175,7 +175,7 @@ class Prepared:
         """Computes the metrics from the scores of the queries.
 
         Args:
-            is_uniform: the scores are those of the uniform model, which has no predictions.
+            is_uniform: the scores come from the uniform model, which has no predictions.
         """
         raise NotImplementedError
 

@@ -26,7 +26,7 @@ def group_problems(programs: Programs) -> Iterator[str]:
 
 
 def collective_problems(programs: Programs) -> Iterator[str]:
-    """Collectives in which ranks of a group differ, at the first difference."""
+    """The first collectives that differ between ranks of a group."""
     classes = {rank: _collectives(program) for rank, program in programs.simulated.items()}
     deviating = {rank: _collectives(program) for rank, program in programs.deviating.items()}
     seen: set[tuple[int, _Group]] = set()
@@ -53,7 +53,7 @@ def collective_problems(programs: Programs) -> Iterator[str]:
 
 
 def split_problems(programs: Programs) -> Iterator[str]:
-    """All-to-alls in which a rank sends another number of rows than the other rank receives."""
+    """All-to-alls with different numbers of sent and received rows."""
     classes = {rank: _collectives(program) for rank, program in programs.simulated.items()}
     deviating = {rank: _collectives(program) for rank, program in programs.deviating.items()}
     for rank, by_group in (*classes.items(), *deviating.items()):
@@ -164,7 +164,7 @@ def _steps(steps: _Steps) -> list[_Step]:
 
 
 def _difference(rank: int, steps: _Steps, leader: int, theirs: _Steps, ranks: _Group) -> str:
-    """Describes the first message in which two ranks of a group differ."""
+    """Describes the first message that differs between two ranks of a group."""
     pairs = itertools.zip_longest(steps, theirs)
     mine, other = next(
         pair for pair in pairs if pair[0] is None or pair[1] is None or _steps([pair[0]]) != _steps([pair[1]])

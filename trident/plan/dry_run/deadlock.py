@@ -86,7 +86,7 @@ class _Replay:
         return []
 
     def wait_text(self, rank: int) -> str:
-        """Describes the message in which a rank waits."""
+        """Describes the message a rank waits in."""
         message, part = self._events[rank][self._at[rank]]
         return f"rank {rank}, message {self._at[rank]} ({part}): {message}"
 
@@ -119,7 +119,7 @@ class _Replay:
         return [message for message, _ in events[first:last]]
 
     def _rank_awaited_by(self, rank: int) -> int | None:
-        """The first rank that has not started the message in which a rank waits; None if that rank is finished."""
+        """The first rank missing from the message a rank waits in; None if that rank is finished."""
         for message in self._next_messages(rank):
             started = self._waiting[self._rendezvous(message)]
             if rank in started:

@@ -19,7 +19,7 @@ class ProgramEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatShare:
-    """Concatenated tensors of which each rank of a group updates and saves an equal shard.
+    """Concatenated tensors; each rank of a group updates and saves an equal shard of them.
 
     Attributes:
         ranks: the group.
@@ -48,7 +48,7 @@ class RankProgram:
         events: its messages in order.
         groups: the ranks of its process groups, by name.
         parameters: bytes of its weights.
-        shares: the flat groups of which it updates and saves a shard.
+        shares: the flat groups; it updates and saves a shard of each.
     """
 
     rank: int

@@ -226,7 +226,7 @@ class RankSimulation:
         yield from (*start, *self._expanded(program, passes), *self._events("loss", end))
 
     def _save(self) -> Iterator[ProgramEntry]:
-        """The messages of a save, in which rank 0 writes one element into a temporary folder."""
+        """The messages of a save; rank 0 writes one element into a temporary folder."""
         mesh, recorded, taken = self._mesh, self._recorded, dict[PieceKey, torch.Tensor]()
         with torch.device("cpu"), TemporaryDirectory() as folder:
             if mesh.world.rank == 0:

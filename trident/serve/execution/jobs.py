@@ -103,7 +103,7 @@ class Jobs:
             del self._jobs[name]
 
     def arrive(self, arrivals: Sequence[Arrival]) -> None:
-        """Distributes the arrivals of one step; those of closed jobs are ignored."""
+        """Distributes the arrivals of one step; closed jobs' arrivals are ignored."""
         for arrival in arrivals:
             job = self._jobs.get(arrival.request_id.rpartition("/")[0])
             if job is not None:

@@ -103,7 +103,7 @@ def read_generation(
 
     Args:
         prompts: number of prompts.
-        stop_texts: stop texts besides those of the request.
+        stop_texts: stop texts in addition to the request's.
 
     Raises:
         Refusal: a value has the wrong type or is out of bounds.

@@ -1,4 +1,4 @@
-"""Refusals of requests: the HTTP status, and the JSON in which OpenAI's clients expect the reason.
+"""Refusals of requests: the HTTP status, and the reason as the JSON that OpenAI's clients expect.
 
 Source: https://platform.openai.com/docs/guides/error-codes; the object is `{"error": {message, type, param, code}}`.
 """

@@ -116,7 +116,7 @@ def build_served_model(loaded: LoadedModel, name: str | None = None, chat_templa
     """Describes a loaded checkpoint.
 
     Args:
-        name: the name for clients; by default that of the checkpoint folder.
+        name: the name for clients; by default the checkpoint folder's.
         chat_template: see `load_chat_template`; by default the one that the checkpoint was fine-tuned with, else the
             tokenizer's, else plain.
 

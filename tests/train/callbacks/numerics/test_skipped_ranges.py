@@ -1,4 +1,4 @@
-"""Data that is skipped or passed over, and what it does to the progress."""
+"""Skipped data, and its effect on the progress."""
 
 from __future__ import annotations
 

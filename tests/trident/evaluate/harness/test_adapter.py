@@ -98,7 +98,7 @@ def test_generation_is_grouped_by_settings_and_answers_keep_their_order(loaded: 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"max_gen_toks": POSITIONS}, f"generates up to {POSITIONS} tokens, and the network has {POSITIONS} positions"),
+        ({"max_gen_toks": POSITIONS}, f"generates up to {POSITIONS} tokens, but the network has {POSITIONS} positions"),
         ({}, "generates up to 256 tokens"),
         ({"num_beams": 4, "max_gen_toks": 2}, "num_beams 4, which is not supported"),
         ({"penalty_alpha": 0.5, "max_gen_toks": 2}, "penalty_alpha, which is not supported"),

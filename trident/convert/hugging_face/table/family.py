@@ -44,7 +44,7 @@ class Family:
         text_field: for multimodal models, the field of the text network; such a family is only imported.
         older_endings: name suffixes in older files, and their present ones.
         copies: (copy, original) of tensors that some files store twice.
-        padding_id: the required id of the padding token, from which positions are counted.
+        padding_id: the required id of the padding token; positions are counted from it.
         with_heads: corrects the heads of a `config.json` by the names of the stored tensors.
     """
 

@@ -16,7 +16,7 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 def window_of_all_layers(default: int | None = None) -> FieldRule:
-    """The rule of families in which all blocks have the window `sliding_window`, or none has.
+    """The rule of families whose blocks all have the window `sliding_window`, or none has.
 
     Args:
         default: the family's window if the field is missing; null means none.

@@ -1,6 +1,6 @@
 """Checks the bindings of operations as a program of its own: a process can load one library of an operation.
 
-python -m csrc.emulator.harness.binding_program embedding
+python -m tests.kernels.emulator.binding_program embedding
 """
 
 from __future__ import annotations

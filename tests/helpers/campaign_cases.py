@@ -1,4 +1,4 @@
-"""How much of a campaign the suite does; `--cases N` asks for N random cases, and for every case that has a name."""
+"""Cases that run only with more than the default of `--cases`: those marked `campaign`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 DEFAULT_CASES = 400
 
 
-def sampled(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """The cases as parameters of a test; those that are not kept run in the campaign only."""
+def mark_campaign(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+    """Returns the cases as parameters of a test; all but the kept ones are marked `campaign`."""
     always = list(kept)
     unknown = [case for case in always if case not in (listed := list(cases))]
     if unknown:
