@@ -124,10 +124,7 @@ class ParallelRequest(ConfigSection):
         path=PathUse.SMALL_FILE,
     )
     make_vocab_size_divisible_by: int = flag(
-        128,
-        "pad the vocabulary size to a multiple of this times the tensor-parallel size",
-        at_least=1,
-        at_most=2**20,
+        128, "pad the vocabulary size to a multiple of this times the tensor-parallel size", at_least=1, at_most=2**20
     )
     pad_vocab_size_to: int | None = flag(
         None, "pad the vocabulary size to this value instead", at_least=1, at_most=2**31 - 1
