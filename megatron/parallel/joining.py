@@ -79,7 +79,7 @@ def open_mesh(parallel: ParallelRequest) -> ParallelMesh:
         with _explained(ranks, backend, timeout, monitor):
             mesh = build_mesh(sizes, local_device, ranks.local_rank, timeout, host, requested_experts(parallel))
         monitor.finish()
-    return dataclasses.replace(mesh, splits_sequence=parallel.splits_sequence)
+    return mesh.configured(parallel)
 
 
 def count_ranks(parallel: ParallelRequest) -> int:

@@ -82,6 +82,7 @@ class Axis:
         group: their process group; None if none was opened.
         tree: carries their messages instead of a group, CPU tensors and bytes only; see `messages.py`.
         stopwatch: times their messages, if messages are timed.
+        overlaps: sums of input gradients overlap with the products of weight gradients.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Axis:
     group: dist.ProcessGroup | None = None
     tree: RankTree | None = field(default=None, compare=False, repr=False)
     stopwatch: Stopwatch | None = field(default=None, compare=False, repr=False)
+    overlaps: bool = field(default=True, compare=False, repr=False)
 
     def timed(self, kind: str = "") -> AbstractContextManager[None]:
         """A context that times a message between the ranks of the axis."""
@@ -194,6 +196,12 @@ class ParallelMesh:
     def single(cls, device: torch.device | str = "cpu") -> ParallelMesh:
         """A mesh of one process, without a process group."""
         return cls.at(standard_axes(1), 0, device)
+
+    def configured(self, parallel: ParallelRequest) -> ParallelMesh:
+        """A copy of the mesh for layers that split the sequence and overlap messages as requested."""
+        overlaps = parallel.async_tensor_model_parallel_allreduce or parallel.splits_sequence
+        axes = tuple(dataclasses.replace(axis, overlaps=overlaps) for axis in self.axes)
+        return dataclasses.replace(self, axes=axes, splits_sequence=parallel.splits_sequence)
 
     def timed_by(self, stopwatch: Stopwatch) -> ParallelMesh:
         """A copy of the mesh that times its messages, except the control messages between all ranks."""

@@ -15,6 +15,7 @@ class Layout:
     distributed_timeout_minutes: int = 2
     local_rank: int | None = None
     splits_sequence: bool = False
+    async_tensor_model_parallel_allreduce: bool = True
     ring_size: int = 1
     ulysses_size: int = 1
     expert_model_parallel_size: int = 1

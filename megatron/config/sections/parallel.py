@@ -36,6 +36,9 @@ class ParallelRequest(ConfigSection):
         "sequence parallelism: split activations along the sequence over the tensor-parallel ranks, outside of "
         "attention and MLP; no effect without tensor parallelism",
     )
+    async_tensor_model_parallel_allreduce: bool = flag(
+        True, "overlap the sums of input gradients over tensor-parallel ranks with the products of weight gradients"
+    )
     pipeline_model_parallel_size: int = flag(1, "degree of pipeline parallelism", at_least=1)
     zero_stage: int = flag(
         1,
@@ -145,10 +148,7 @@ class ParallelRequest(ConfigSection):
         path=PathUse.SMALL_FILE,
     )
     make_vocab_size_divisible_by: int = flag(
-        128,
-        "pad the vocabulary size to a multiple of this times the tensor-parallel size",
-        at_least=1,
-        at_most=2**20,
+        128, "pad the vocabulary size to a multiple of this times the tensor-parallel size", at_least=1, at_most=2**20
     )
     pad_vocab_size_to: int | None = flag(
         None, "pad the vocabulary size to this value instead", at_least=1, at_most=2**31 - 1
@@ -285,7 +285,7 @@ _Layout = TypeVar("_Layout", bound=ParallelRequest)
 # Inference uses tensor, pipeline and data parallelism only.
 _TRAINING_FIELDS = (
     *("overlap_grad_reduce", "ddp_bucket_size", "ddp_reduce_scatter_with_fp32_accumulation"),
-    "sequence_parallel",
+    *("sequence_parallel", "async_tensor_model_parallel_allreduce"),
     "zero_stage",
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes", "ds_sequence_parallel_size"),

@@ -9,15 +9,15 @@ from megatron.config import ModelConfig
 from megatron.errors import DataError
 from megatron.kernels.dropout_add import dropout_add
 from megatron.kernels.embedding import lookup
-from megatron.kernels.products import linear
 from megatron.kernels.softcap import softcapped
 from megatron.model.blocks.dropout import EMBEDDING_SITE, DropoutSite, dropout_at
 from megatron.model.interface.step_context import StepContext
-from megatron.parallel.mesh import ParallelMesh
+from megatron.parallel.mesh import Axis, ParallelMesh
 from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
-from megatron.parallel.tensor.collectives import copy_to, gather_sequence
+from megatron.parallel.tensor.collectives import gather_sequence, gathered_tokens
 from megatron.parallel.tensor.head_loss import FactoredLogits
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, vocabulary_table
+from megatron.parallel.tensor.linear import column_linear
 
 
 class WordEmbedding(VocabParallelEmbedding):
@@ -162,27 +162,28 @@ class OutputHead(nn.Module):
             self.bias = annotate(nn.Parameter(torch.zeros(spec.local_shape, device=mesh.device)), spec)
 
     def forward(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor | FactoredLogits:
-        hidden = self._column_input(hidden, context.splits_sequence)
         if not context.factored_logits:
-            return self._product(hidden)
+            return self._product(hidden, context.splits_sequence)
         # A view of the weight: DeepSpeed prepares for backward in hooks on computed outputs, and must have done so
         # before a gradient reaches the parameter.
         weight: torch.Tensor = self.weight  # type: ignore[assignment]
-        return FactoredLogits(hidden, weight.view_as(weight), self.softcap)
+        scaled = self._scaled(hidden)
+        whole = gathered_tokens(scaled.detach(), self.axis) if context.splits_sequence else scaled
+        return FactoredLogits(whole, weight.view_as(weight), self.softcap, source=scaled)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Computes the logits of replicated tokens. Shapes: `[b, s, h]` to `[b, s, v/t]`."""
-        return self._product(self._column_input(hidden, splits_sequence=False))
+        return self._product(hidden, splits_sequence=False)
 
-    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.weight if self.packed is None else self.packed
-        logits = linear(hidden, weight, self.bias)  # type: ignore[arg-type]
+    def _product(self, hidden: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
+        hidden, axis = self._scaled(hidden), self.axis
+        if splits_sequence:
+            hidden, axis = gather_sequence(hidden, axis), Axis.single("tp")  # gathering sums the gradient
+        logits = column_linear(hidden, self.weight if self.packed is None else self.packed, self.bias, axis)  # type: ignore[arg-type]
         return logits if self.softcap is None else softcapped(logits, self.softcap)
 
-    def _column_input(self, hidden: torch.Tensor, splits_sequence: bool) -> torch.Tensor:
-        """The input of the column-parallel product. Shapes: `[b, s or s/t, h]` to `[b, s, h]`."""
-        scaled = hidden if self.multiplier == 1 else hidden * self.multiplier
-        return gather_sequence(scaled, self.axis) if splits_sequence else copy_to(scaled, self.axis)
+    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.multiplier == 1 else hidden * self.multiplier
 
 
 def _drop(hidden: torch.Tensor, layer: PositionEmbedding | EmbeddingDropout, context: StepContext) -> torch.Tensor:

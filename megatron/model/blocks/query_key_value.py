@@ -7,7 +7,6 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.kernels.choice import Implementation
-from megatron.kernels.float8 import linear
 from megatron.kernels.rotary import split_heads, split_rotated
 from megatron.model.blocks.attention_forms.form import Heads
 from megatron.model.blocks.norm import build_head_norm
@@ -16,8 +15,8 @@ from megatron.model.interface.step_context import StepContext
 from megatron.parallel.mesh import ParallelMesh
 from megatron.parallel.shard_spec import Dimension, check_divisible
 from megatron.parallel.tensor.collectives import copy_to
-from megatron.parallel.tensor.gathered_linear import gathered_linear
 from megatron.parallel.tensor.layers import ColumnParallelLinear
+from megatron.parallel.tensor.linear import column_linear
 
 
 class QueryKeyValue(ColumnParallelLinear):
@@ -111,10 +110,7 @@ class QueryKeyValue(ColumnParallelLinear):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         weight = self._local_rows(copy_to(self.weight, self.axis))
         bias = None if self.bias is None else self._local_rows(copy_to(self.bias, self.axis))
-        if splits_sequence:
-            states = gathered_linear(hidden, weight, bias, self.axis, float8=self.float8)
-        else:
-            states = linear(copy_to(hidden, self.axis), weight, bias, self.float8)
+        states = column_linear(hidden, weight, bias, self.axis, float8=self.float8, splits_sequence=splits_sequence)
         heads, groups = self.query_dimension.local_size, self.group_dimension.size
         counts = [groups, groups, *(heads,) * (1 + self.is_gated)]
         parts = states.view(batch, -1, sum(counts), self.head_size).split(counts, dim=2)

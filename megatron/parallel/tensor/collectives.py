@@ -172,7 +172,7 @@ class PendingTokens(NamedTuple):
     is_gathered: bool
 
     def wait(self) -> torch.Tensor:
-        """Returns the result of `gathered_tokens` or `summed_tokens`; only this wait is timed."""
+        """Returns the gathered tokens or the sum; only this wait is timed."""
         wait_for([self.work], self.axis)
         if not self.is_gathered:
             return self.received
@@ -193,6 +193,13 @@ def start_summing(x: torch.Tensor, axis: Axis) -> PendingTokens:
     total = torch.empty_like(parts[0])
     work = dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=axis.group, async_op=True)
     return PendingTokens(work, axis, parts, total, is_gathered=False)
+
+
+def start_all_reduce(x: torch.Tensor, axis: Axis) -> PendingTokens:
+    """Starts to sum a tensor over the ranks, in place if it is contiguous."""
+    total = x.contiguous()
+    work = dist.all_reduce(total, group=axis.group, async_op=True)
+    return PendingTokens(work, axis, total, total, is_gathered=False)
 
 
 def _gathered(x: torch.Tensor, axis: Axis, dimension: int) -> torch.Tensor:

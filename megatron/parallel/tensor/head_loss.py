@@ -19,6 +19,7 @@ from megatron.kernels.cross_entropy import LossGradients, cross_entropy_, logit_
 from megatron.kernels.products import add_product_, linear, matrix_product, needs_widening, product_in_float32
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.mesh import Axis
+from megatron.parallel.tensor.collectives import PendingTokens, start_all_reduce, start_summing
 from megatron.parallel.tensor.cross_entropy import TokenLosses, VocabularySlice, losses_of
 
 # Logits of a chunk, and its minimum rows: with fewer, adding to the weight gradient costs more than the products.
@@ -31,16 +32,17 @@ _CHUNK_VALUES_GPU, _CHUNK_ROWS_GPU, _TILE_ROWS_GPU = 1 << 29, (2048, 8192), 256
 class FactoredLogits(NamedTuple):
     """Logits as factors: `hidden weight^T`, soft-capped.
 
-    Shapes: hidden `[b, s, h]`, weight `[v/t, h]`.
+    Shapes: hidden `[b, s, h]`, weight `[v/t, h]`, source `[b, s/t, h]`.
 
     Attributes:
-        hidden: the input of the column-parallel product, after `copy_to`.
         softcap: the cap of `megatron.kernels.softcap`, if any.
+        source: with sequence parallelism, this rank's tokens of hidden, which receive the gradient in its place.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
     softcap: float | None = None
+    source: torch.Tensor | None = None
 
     def at(self, rows: torch.Tensor) -> torch.Tensor:
         """The logits of some tokens. Shapes: rows `[n]` int64, as indices into `[b * s]`; result `[n, v/t]`."""
@@ -61,20 +63,20 @@ class LossTerms(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of the minimized loss, multiplied by a factor.
+    """The gradients of the minimized loss, None where not needed, multiplied by a factor, None for 1.
 
-    Shapes: of_hidden `[b, s, h]`, of_weight `[v/t, h]`, each None if not needed; factor `[]`, None for 1.
+    Shapes: source and of_hidden `[b, s or s/t, h]`, weight and of_weight `[v/t, h]`; factor `[]`.
     """
 
-    logits: FactoredLogits
-    of_hidden: torch.Tensor | None
+    source: torch.Tensor
+    weight: torch.Tensor
     of_weight: torch.Tensor | None
+    of_hidden: torch.Tensor | None
     factor: torch.Tensor | None
 
     def attached_to(self, value: torch.Tensor) -> torch.Tensor:
         """The value of the minimized loss with these gradients as its backward pass. Shapes: `[]`."""
-        hidden, weight, _ = self.logits
-        return _Attach.apply(value, hidden, weight, self.of_hidden, self.of_weight, self.factor)  # type: ignore[no-any-return]
+        return _Attach.apply(value, *self)  # type: ignore[no-any-return]
 
 
 class HeadLosses(NamedTuple):
@@ -114,11 +116,12 @@ def head_losses(
             that the loss scale was chosen for, and need no further multiplication. 0 counts as 1. `[]`.
         chunk_rows: maximum number of tokens whose logits are held at once; does not affect the losses.
     """
-    is_trained = torch.is_grad_enabled() and (logits.hidden.requires_grad or logits.weight.requires_grad)
+    source, weight = logits.hidden if logits.source is None else logits.source, logits.weight
+    is_trained = torch.is_grad_enabled() and (source.requires_grad or weight.requires_grad)
     with torch.no_grad():
         tokens = _Tokens.of(logits.hidden, labels, weights)
         head = _Head(logits, axis, vocab_size, terms, implementation)
-        sums = _GradientSums(logits, tokens) if is_trained else None
+        sums = _GradientSums(logits, source, tokens, axis) if is_trained else None
         if factor is not None:
             factor = factor.masked_fill(factor == 0, 1.0)  # backward divides by it
         losses = []
@@ -131,7 +134,7 @@ def head_losses(
             scaled = part.weights if factor is None else part.weights * factor
             losses.append(head.losses_and_gradient_(product, part.labels, scaled))
             sums.add(chunk, product, part.hidden, head.weight)
-        gradients = None if sums is None else HeadGradients(logits, sums.of_hidden(), sums.of_weight(), factor)
+        gradients = None if sums is None else HeadGradients(source, weight, sums.of_weight(), sums.of_hidden(), factor)
         return HeadLosses(tokens.spread(losses), gradients)
 
 
@@ -144,7 +147,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, derivative):  # type: ignore[no-untyped-def]
-        of_hidden, of_weight, factor = ctx.saved_tensors
+        of_weight, of_hidden, factor = ctx.saved_tensors
         ratio = derivative if factor is None else derivative / factor
         if ratio.is_cuda or ratio != 1:  # comparing on a GPU would make the host wait
             for gradient in (of_hidden, of_weight):
@@ -278,16 +281,24 @@ class _GradientSums:
     the whole sum to 8 or 11 bits, and the result would depend on the number of chunks.
     """
 
-    def __init__(self, logits: FactoredLogits, tokens: _Tokens) -> None:
-        self._logits, self._tokens = logits, tokens
-        self._of_hidden = torch.empty_like(tokens.hidden) if logits.hidden.requires_grad else None
+    def __init__(self, logits: FactoredLogits, source: torch.Tensor, tokens: _Tokens, axis: Axis) -> None:
+        self._weight, self._tokens, self._axis = logits.weight, tokens, axis
+        self._start_sum = start_all_reduce if source is logits.hidden else start_summing
+        self._pending: PendingTokens | None = None
+        self._of_hidden = torch.empty_like(tokens.hidden) if source.requires_grad else None
         self._of_weight: torch.Tensor | None = None
 
     def add(self, chunk: slice, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """Adds the two products of a chunk. Shapes: gradient `[n, v/t]`, hidden `[n, h]`, weight `[v/t, h]`."""
         if self._of_hidden is not None:
             add_product_(self._of_hidden[chunk], gradient, weight, replaces=True)
-        if not self._logits.weight.requires_grad:
+            if chunk.stop == len(self._of_hidden):
+                self._of_hidden = self._tokens.scattered(self._of_hidden)
+                if self._axis.size > 1:
+                    self._pending = self._start_sum(self._of_hidden, self._axis)  # during the weight's last product
+                    if not self._axis.overlaps:
+                        self._pending.wait()
+        if not self._weight.requires_grad:
             return
         if self._of_weight is None:
             is_only = hidden.shape[0] == self._tokens.hidden.shape[0]
@@ -298,12 +309,12 @@ class _GradientSums:
             add_product_(self._of_weight, gradient.t(), hidden)
 
     def of_hidden(self) -> torch.Tensor | None:
-        """Shapes: `[b, s, h]`."""
-        return None if self._of_hidden is None else self._tokens.scattered(self._of_hidden)
+        """Shapes: `[b, s or s/t, h]`."""
+        return self._of_hidden if self._pending is None else self._pending.wait()
 
     def of_weight(self) -> torch.Tensor | None:
         """Shapes: `[v/t, h]`."""
-        return None if self._of_weight is None else self._of_weight.to(self._logits.weight.dtype)
+        return None if self._of_weight is None else self._of_weight.to(self._weight.dtype)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -20,10 +20,10 @@ from megatron.kernels.embedding import lookup
 from megatron.kernels.float8 import Float8
 from megatron.parallel.mesh import Axis
 from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate
-from megatron.parallel.tensor.collectives import copy_to, reduce_from, scatter_sequence
+from megatron.parallel.tensor.collectives import reduce_from, scatter_sequence
 from megatron.parallel.tensor.direct_module import DirectModule
-from megatron.parallel.tensor.gathered_linear import gathered_linear
-from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
+from megatron.parallel.tensor.linear import column_linear, deferrable_linear
+from megatron.parallel.tensor.weight_gradients import WeightGradientQueue
 
 # A fused operation on a layer's product and bias, in place of their sum. It runs inside the layer, because under ZeRO-3
 # the bias is available only there.
@@ -85,11 +85,7 @@ class ColumnParallelLinear(DirectModule):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None, splits_sequence: bool) -> torch.Tensor:
         """The layer without `finish`, with this bias."""
-        if splits_sequence:
-            return gathered_linear(x, self.weight, bias, self.axis, self.queue, self.float8)
-        if self.axis.size > 1:
-            x = copy_to(x, self.axis)
-        return deferrable_linear(x, self.weight, bias, self.queue, self.float8)
+        return column_linear(x, self.weight, bias, self.axis, self.queue, self.float8, splits_sequence=splits_sequence)
 
 
 class RowParallelLinear(DirectModule):

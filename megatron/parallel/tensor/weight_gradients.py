@@ -1,4 +1,4 @@
-"""Matrix products with deferrable weight gradients, for zero-bubble pipeline schedules.
+"""Weight gradients that zero-bubble pipeline schedules defer, or that their products add to the accumulated sums.
 
 The previous stage waits for the input gradient; the weight gradient is needed only at the end of the step. A schedule
 that separates them opens the queue of its layers during a backward pass, and runs the collected work later.
@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
-from megatron.kernels import products
-from megatron.kernels.float8 import Float8, input_gradient, linear, weight_gradient
+from megatron.kernels.float8 import Float8, weight_gradient
 
 Work = Callable[[], None]
 Gradients = tuple[torch.Tensor | None, ...]
@@ -58,22 +56,6 @@ class WeightGradientQueue:
         return collected or []
 
 
-def deferrable_linear(
-    x: torch.Tensor,
-    weight: nn.Parameter,
-    bias: torch.Tensor | None,
-    queue: WeightGradientQueue | None,
-    float8: Float8 | None = None,
-) -> torch.Tensor:
-    """`x W^T + b`, whose backward pass defers the gradients of weight and bias while the queue is open.
-
-    Shapes: as `megatron.kernels.float8.linear`.
-    """
-    if queue is not None and torch.is_grad_enabled():
-        return _DeferrableLinear.apply(x, weight, bias, queue, float8)  # type: ignore[no-any-return]
-    return products.linear(x, weight, bias) if float8 is None else linear(x, weight, bias, float8)
-
-
 def add_by_product(modules: Iterable[nn.Module], add_product: AddProduct) -> None:
     """Adds the gradients of large weights to their sums by the matrix products that compute them, if possible."""
     for module in modules:
@@ -95,7 +77,7 @@ def gradient_or_none(
     gradient: torch.Tensor,
     float8: Float8 | None,
 ) -> torch.Tensor | None:
-    """The gradient of the weight of `deferrable_linear`, or None if it has been added to its sum.
+    """The gradient of the weight of a product, or None if it has been added to its sum.
 
     Shapes: weight `[o, i]`, x `[..., i]`, gradient `[..., o]`.
     """
@@ -121,26 +103,3 @@ def now_or_later(
 
     queue.add(later)
     return (None,) * len(parameters)
-
-
-class _DeferrableLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, queue, float8):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
-        # Recomputation replaces saved tensors by detached ones, which cannot have a gradient.
-        ctx.weight, ctx.bias, ctx.queue, ctx.float8 = weight, bias, queue, float8
-        return linear(x, weight, bias, float8)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        (x,), weight, bias = ctx.saved_tensors, ctx.weight, ctx.bias
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-
-        def parameter_gradients() -> Gradients:
-            of_weight = gradient_or_none(ctx.queue, weight, x, gradient, ctx.float8) if needs_weight else None
-            of_bias = gradient.flatten(0, -2).sum(0).to(bias.dtype) if needs_bias else None
-            return of_weight, of_bias
-
-        of_x = input_gradient(gradient, weight, ctx.float8) if needs_x else None
-        return of_x, *now_or_later(ctx.queue, (weight, bias), parameter_gradients), None, None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.softcap import softcapped
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.mesh import Axis
-from megatron.parallel.tensor.collectives import copy_to
+from megatron.parallel.tensor import collectives, head_loss
 from megatron.parallel.tensor.head_loss import FactoredLogits, LossTerms, _chunk_rows_on_gpu, _chunks, head_losses
 from tests.helpers.layouts import Layout
+from tests.helpers.machines.launches import recorded
 from tests.helpers.ranks import run_ranks
 
 VOCABULARY, PADDED, FACTOR = 21, 32, 0.37
@@ -26,8 +30,8 @@ CASES = [
 
 def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(4)
-    hidden, weight = torch.randn(3, 7, 8, generator=generator), torch.randn(PADDED, 8, generator=generator)
-    labels, weights = (torch.rand(3, 7, generator=generator) for _ in range(2))
+    hidden, weight = torch.randn(3, 8, 8, generator=generator), torch.randn(PADDED, 8, generator=generator)
+    labels, weights = (torch.rand(3, 8, generator=generator) for _ in range(2))
     weights[0, 2:5] = weights[2] = 0.0
     return hidden.to(dtype), weight.to(dtype), (labels * VOCABULARY).long(), weights
 
@@ -38,10 +42,10 @@ def _expected(dtype: torch.dtype, terms: LossTerms, softcap: float | None) -> li
     hidden, weight = (part.double().requires_grad_() for part in (hidden, weight))
     logits = F.linear(hidden, weight)[..., :VOCABULARY]
     logits = (logits if softcap is None else softcapped(logits, softcap)).flatten(0, 1)
-    losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view(3, 7) * (weights > 0)
+    losses = F.cross_entropy(logits, labels.flatten(), reduction="none").view(3, 8) * (weights > 0)
     smooth = F.cross_entropy(logits, labels.flatten(), reduction="none", label_smoothing=terms.label_smoothing)
     minimized = smooth + terms.z_loss_coeff * logits.logsumexp(-1).square()
-    total = (minimized.view(3, 7) * weights).sum()
+    total = (minimized.view(3, 8) * weights).sum()
     (total * FACTOR).backward()
     return [losses.detach(), total.detach(), hidden.grad, weight.grad]
 
@@ -53,11 +57,14 @@ def _found(
     softcap: float | None,
     factor: float | None = FACTOR,
     chunk_rows: int | None = 4,
+    splits_sequence: bool = False,
 ) -> list[torch.Tensor]:
     hidden, weight, labels, weights = _inputs(dtype)
     width = PADDED // axis.size
-    hidden, weight = hidden.requires_grad_(), weight[axis.rank * width :][:width].clone().requires_grad_()
-    logits = FactoredLogits(copy_to(hidden, axis), weight, softcap)
+    local = hidden.chunk(axis.size, dim=1)[axis.rank].clone().requires_grad_() if splits_sequence else None
+    source = hidden.requires_grad_() if local is None else local
+    weight = weight[axis.rank * width :][:width].clone().requires_grad_()
+    logits = FactoredLogits(hidden, weight, softcap, source)
     scale = None if factor is None else torch.tensor(factor)
     settings = {"factor": scale, "chunk_rows": chunk_rows}
     losses, gradients = head_losses(logits, labels, weights, axis, VOCABULARY, terms, **settings)
@@ -69,7 +76,7 @@ def _found(
     minimized = minimized + terms.z_loss_coeff * losses.log_normalizer.square()
     total = gradients.attached_to((minimized * weights).sum())
     (total * FACTOR).backward()
-    return [losses.cross_entropy, total.detach(), hidden.grad, weight.grad]
+    return [losses.cross_entropy, total.detach(), source.grad, weight.grad]
 
 
 def _check(found: list[torch.Tensor], dtype: torch.dtype, terms: LossTerms, softcap: float | None) -> None:
@@ -88,16 +95,37 @@ def test_one_process(dtype: torch.dtype) -> None:
             assert not found[3][VOCABULARY:].any()
 
 
-def _on_rank(rank: int) -> list[list[torch.Tensor]]:
-    axis = open_mesh(Layout(2)).tp
-    return [_found(axis, torch.float32, *case) for case in CASES]
+PRODUCT, WAIT = "add_product_", "wait_for"
+ORDERS = {  # of the messages and the last two products, for hidden states and weight
+    (True, False): [PRODUCT, "all_reduce", PRODUCT, WAIT],
+    (True, True): [PRODUCT, "reduce_scatter_tensor", PRODUCT, WAIT],
+    (False, False): [PRODUCT, "all_reduce", WAIT, PRODUCT, WAIT],
+}
+
+
+def _on_rank(rank: int) -> list[tuple[list[list[torch.Tensor]], list[str]]]:
+    axis, results = open_mesh(Layout(2)).tp, []
+    for overlaps, splits in ORDERS:
+        axis, events = dataclasses.replace(axis, overlaps=overlaps), list[str]()
+        found = [_found(axis, torch.float32, *case, splits_sequence=splits) for case in CASES]
+        messages = [(dist, name) for name in ("all_reduce", "reduce_scatter_tensor")]
+        with recorded(events, (head_loss, PRODUCT), *messages, (collectives, WAIT)):
+            _found(axis, torch.float32, *CASES[0], splits_sequence=splits)
+        results.append((found, events))
+    return results
 
 
 def test_a_vocabulary_that_two_ranks_share() -> None:
-    for case, first, second in zip(CASES, *run_ranks(_on_rank, 2), strict=True):
-        for one, other in zip(first[:3], second[:3], strict=True):
-            assert torch.equal(one, other)
-        _check([*first[:3], torch.cat([first[3], second[3]])], torch.float32, *case)
+    first_rank, second_rank = run_ranks(_on_rank, 2)
+    for (_, splits), order, (parts, events), (others, _) in zip(
+        ORDERS, ORDERS.values(), first_rank, second_rank, strict=True
+    ):
+        assert events[-len(order) :] == order
+        for case, first, second in zip(CASES, parts, others, strict=True):
+            for one, other in zip(first[: 2 if splits else 3], second[: 2 if splits else 3], strict=True):
+                assert torch.equal(one, other)
+            of_hidden = torch.cat([first[2], second[2]], dim=1) if splits else first[2]
+            _check([*first[:2], of_hidden, torch.cat([first[3], second[3]])], torch.float32, *case)
 
 
 def test_the_factor_changes_no_gradient() -> None:
@@ -133,7 +161,7 @@ def test_only_what_is_asked_for_is_computed() -> None:
         untrained = head_losses(logits, labels, weights, axis, VOCABULARY, terms)
     assert untrained.gradients is None
     assert torch.equal(untrained.tokens.cross_entropy, losses.cross_entropy)
-    empty = head_losses(logits, labels, torch.zeros(3, 7), axis, VOCABULARY, terms).gradients
+    empty = head_losses(logits, labels, torch.zeros(3, 8), axis, VOCABULARY, terms).gradients
     assert empty is not None and not empty.of_hidden.any() and not empty.of_weight.any()
     gradients = head_losses(logits, labels, weights, axis, VOCABULARY, terms).gradients
     value = gradients.attached_to(torch.zeros(()))

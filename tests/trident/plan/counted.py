@@ -90,7 +90,7 @@ def counted(words: Sequence[str], rank: int, world_size: int) -> Counted:
     config = resolve(request, Machine("cpu", world_size, True, True), TokenizerFacts(500, 1, ""))
     with fake_rank(rank, world_size):
         mesh = build_mesh(requested_axes(config.parallel, world_size), "cpu", 0, timedelta(minutes=1))
-        engine = build_engine(config, dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence))
+        engine = build_engine(config, mesh.configured(config.parallel))
         return _counted_step(request, config, engine)
 
 

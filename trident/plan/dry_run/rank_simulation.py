@@ -61,7 +61,7 @@ def mesh_at(config: RunConfig, rank: int, size: int) -> ParallelMesh:
     """The mesh of a rank without process groups."""
     experts = requested_experts(config.parallel)
     mesh = ParallelMesh.at(requested_axes(config.parallel, size), rank, "meta", experts=experts)
-    return dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
+    return mesh.configured(config.parallel)
 
 
 def build_layers(config: RunConfig, mesh: ParallelMesh) -> tuple[Chunks, LayerStack]:
@@ -86,8 +86,7 @@ def simulate_rank(
     """
     with fake_world(rank, size):
         axes, experts = requested_axes(config.parallel, size), requested_experts(config.parallel)
-        mesh = build_mesh(axes, "meta", 0, _TIMEOUT, experts=experts)
-        mesh = dataclasses.replace(mesh, splits_sequence=config.parallel.splits_sequence)
+        mesh = build_mesh(axes, "meta", 0, _TIMEOUT, experts=experts).configured(config.parallel)
         chunks, stack = build_layers(config, mesh)
         with torch.device("meta"):
             recorded = RecordedMessages(rank, {} if results is None else results)

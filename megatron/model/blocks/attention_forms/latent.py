@@ -20,7 +20,8 @@ from megatron.parallel.shard_spec import Dimension, ShardSpec, annotate, check_d
 from megatron.parallel.tensor.collectives import copy_to, gather_sequence
 from megatron.parallel.tensor.direct_module import DirectModule
 from megatron.parallel.tensor.layers import ColumnParallelLinear
-from megatron.parallel.tensor.weight_gradients import WeightGradientQueue, deferrable_linear
+from megatron.parallel.tensor.linear import deferrable_linear
+from megatron.parallel.tensor.weight_gradients import WeightGradientQueue
 
 
 class LatentProjection(nn.Module):
