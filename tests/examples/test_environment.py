@@ -157,7 +157,7 @@ def test_a_missing_python_is_reported(tmp_path: Path) -> None:
     assert "no Python 3.10-3.13 found" in finished.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_new_environment_appears_only_when_complete(tmp_path: Path) -> None:
     folder = tmp_path / "venv"
     program = f'set -eu; source "{SCRIPT}"; VENV_DIR="{folder}"; make_venv "{sys.executable}"; ls -a "{tmp_path}"'

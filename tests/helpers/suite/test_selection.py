@@ -17,6 +17,7 @@ FILES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [

@@ -176,6 +176,7 @@ def test_the_simplest_of_layouts_within_two_percent_comes_first() -> None:
     assert "ZeRO 2" in str(second.layout) and 1 < second.tokens_per_second / first.tokens_per_second < 1.02
 
 
+@pytest.mark.full
 def test_no_neighbour_of_the_first_that_fits_is_faster(large: Planned) -> None:
     job, first = large.plan.job, large.plan.best[0]
     changed = [estimate(job, layout) for _, layout in neighbours(job, first.layout) if not large.problems(layout)]
@@ -204,6 +205,7 @@ def test_a_ring_does_not_recompute_attention_by_itself(flags: list[str]) -> None
     assert ("recompute selective" in dict(neighbours(kept.job, kept.layout))) != is_ring
 
 
+@pytest.mark.full
 def test_the_plan_ends_with_the_command(large: Planned) -> None:
     lines = list(plan_lines(large.plan, large.problems, ["x"], 15 * 10**12, 2.0))
     text = "\n".join(lines)
