@@ -36,7 +36,9 @@ Course = Mapping[int, float]  # validation loss after a step
 class OptimizerFlags(ConfigSection):
     """Flags of this program."""
 
-    optimizers: tuple[str, ...] = flag(("adam", "muon", "schedule-free"), "values of --optimizer", nargs="+")
+    optimizers: tuple[str, ...] = flag(
+        ("adam", "muon", "schedule-free"), "values of --optimizer, each with further flags", nargs="+"
+    )
     rates: tuple[float, ...] = flag((0.003, 0.01, 0.03), "learning rates to choose from", nargs="+", above=0)
     seeds: tuple[int, ...] = flag((1, 2, 3), "seeds of the weights", nargs="+", at_least=1)
     steps: int = flag(240, "steps of a run", at_least=8)
@@ -82,20 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(demo: Demo, optimizer: str, rate: float, seed: int, steps: int) -> Outcome:
     """Trains once."""
-    run = demo.run / f"{optimizer}-{rate}-{seed}"
-    decay = "constant" if optimizer == SCHEDULE_FREE else "cosine"
+    run = demo.run / f"{optimizer}-{rate}-{seed}".replace(" ", "-")
+    name, *flags = optimizer.split()
+    decay = "constant" if name == SCHEDULE_FREE else "cosine"
     pairs = {
         **{"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 64},
         **{"max-position-embeddings": 64, "micro-batch-size": 16, "global-batch-size": 16, "train-iters": steps},
         **{"lr": rate, "min-lr": rate / 10, "lr-decay-style": decay, "lr-warmup-iters": steps // 12},
-        **{"weight-decay": 0.1, "adam-beta2": 0.95, "optimizer": optimizer, "seed": seed, "split": "90,10,0"},
+        **{"weight-decay": 0.1, "adam-beta2": 0.95, "optimizer": name, "seed": seed, "split": "90,10,0"},
         **{"hidden-dropout": 0, "attention-dropout": 0, "eval-interval": max(1, steps // 12), "eval-iters": 8},
         **{"run-dir": run, "data-path": demo.data / "demo_text_document", "data-cache-path": demo.run / "cache"},
         **{"vocab-file": demo.data / "demo-vocab.json", "merge-file": demo.data / "demo-merges.txt"},
     }
     begin = time.process_time()
     with contextlib.redirect_stdout(sys.stderr):
-        pretrain_gpt.main([str(word) for name, value in pairs.items() for word in (f"--{name}", value)])
+        words = [str(word) for name, value in pairs.items() for word in (f"--{name}", value)]
+        pretrain_gpt.main([*words, *flags])
     seconds = time.process_time() - begin
     records = [record for record in read_records(run) if record.get("kind") == "evaluation"]
     return Outcome({record["iteration"]: record["lm_loss"] for record in records}, seconds)

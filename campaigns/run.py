@@ -43,21 +43,21 @@ class Entry:
 
 
 CAMPAIGNS: Mapping[str, Entry] = {
-    "kills": Entry("kills.training", "SIGKILL of ranks and launchers, at random moments and file operations", 200, 3),
+    "kills": Entry("kills.training", "SIGKILL of ranks and launchers, at random moments and file operations", 200, 1),
     "preemption": Entry("kills.preemption", "SIGTERM at random moments of a run loses no step", 60, 1),
-    "tool-kills": Entry("kills.tools", "SIGKILL of the tools that write files, at their file operations", 260, 13),
+    "tool-kills": Entry("kills.tools", "SIGKILL of the tools that write files, at their file operations", 260, 4),
     "store-kills": Entry("kills.object_store", "SIGKILL of a run at its requests to an object store", 40, 1),
-    "hangs": Entry("kills.hangs", "ranks that hang, fail or crash: every rank exits and the right one is named", 64, 2),
+    "hangs": Entry("kills.hangs", "ranks that hang, fail or crash: every rank exits and the right one is named", 64, 1),
     "crash-states": Entry("damage.crash_states", "states that a power cut may leave on disk during saves", 10**6, 100),
     "checkpoint-damage": Entry("damage.checkpoint_mutations", "damaged files in checkpoint folders", 10**5, 100),
     "hostile-checkpoints": Entry("damage.hostile_checkpoints", "checkpoints with a malicious payload", 200, 8),
-    "poison": Entry("damage.poison", "NaN, infinite, huge or flipped values on one rank during a run", 120, 3),
+    "poison": Entry("damage.poison", "NaN, infinite, huge or flipped values on one rank during a run", 120, 1),
     "soak": Entry("soak", "a long run (cases = steps) whose memory, threads and files must not grow", 20_000, 240),
     "data-files": Entry("fuzzing.data_files", "damaged and hostile files of the data side", 10**5, 300),
     "settings": Entry("fuzzing.settings", "damaged and hostile configuration files", 10**5, 100),
     "manifests": Entry("fuzzing.manifests", "hostile manifests and records with matching digests", 10**5, 50),
     "requests": Entry("hostile_requests", "malformed and hostile requests to the inference server", 10_000, 100),
-    "layouts": Entry("layouts.layouts", "random models and parallel layouts compared with one process", 1000, 4),
+    "layouts": Entry("layouts.layouts", "random models and parallel layouts compared with one process", 1000, 3),
 }
 
 

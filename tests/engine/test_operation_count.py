@@ -20,6 +20,8 @@ from tests.helpers.ranks import run_ranks
 from tests.parity.layouts import layout_config, local_batches
 from tests.parity.reference import Recipe
 
+pytestmark = pytest.mark.full
+
 SHALLOW, DEEP = 2, 4
 # On a CPU the host may look at values, which costs nothing: ids are checked, and labels that do not count left out.
 # On a GPU these functions are not reached.

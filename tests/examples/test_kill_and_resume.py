@@ -17,7 +17,7 @@ from megatron.errors import ConfigError, MegatronError
 from tests.helpers.programs import forking_python
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_small_demonstration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

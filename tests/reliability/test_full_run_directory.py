@@ -71,7 +71,7 @@ def flags_of(corpus: TinyCorpus, folder: Path, **changes: Any) -> list[str]:
     return corpus.flags(folder=folder, **{**settings, **changes})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_training_goes_on_whenever_the_disk_fills_up(tmp_path: Path, corpus: TinyCorpus) -> None:
     def run_all(places: list[int | None], **changes: Any) -> dict[int | None, Ended]:
         runs = [

@@ -182,6 +182,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_an_older_one(corpus: TinyCorp
     assert steps(tmp_path, "lm_loss") == before
 
 
+@pytest.mark.full
 def test_no_compiler_and_no_ninja_are_needed(corpus: TinyCorpus, tmp_path: Path) -> None:
     built = tmp_path / "extensions"
     surroundings = {**environment(), "PATH": str(tmp_path / "empty"), "TORCH_EXTENSIONS_DIR": str(built)}

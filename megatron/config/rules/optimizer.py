@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.config.machine import Machine
 from megatron.config.rules.rule import request_rule, resolved_rule, run_rule
 from megatron.config.run_sections import ReadFlags, ResolvedSections, RunSections
-from megatron.config.sections.optimizers import ADAM, MUON, SCHEDULE_FREE
+from megatron.config.sections.optimizers import ADAM, MATMUL_PRECISIONS, MUON, SCHEDULE_FREE
 from megatron.config.sections.pipelines import DEEPSPEED
 
 _NOISE = "--log-gradient-noise-scale"
@@ -51,6 +51,12 @@ def _muon(run: RunSections) -> Iterator[str]:
     optim, parallel, given = run.optim, run.parallel, f"--optimizer {run.optim.optimizer}"
     if optim.optimizer != MUON:
         return
+    precision = MATMUL_PRECISIONS.get(optim.muon_fp32_matmul_prec or "")
+    if precision is not None and optim.muon_dtype not in (None, precision):
+        yield (
+            f"--muon-fp32-matmul-prec {optim.muon_fp32_matmul_prec} means {precision} and contradicts --muon-dtype "
+            f"{optim.muon_dtype}. Drop one of them."
+        )
     if parallel.zero_stage == 3:
         yield (
             f"{given} cannot be combined with --zero-stage 3, which updates parameters in groups: matrices would be "

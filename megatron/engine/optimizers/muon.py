@@ -133,7 +133,8 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(self, matrices: Sequence[DividedMatrix], wholes: Sequence[torch.Tensor]) -> None:
         """Replaces whole tensors by their updates; matrices of equal shape are batched."""
         optim = self._optim
-        steps, dtype = optim.muon_num_ns_steps, _DTYPES[optim.muon_dtype]
+        device_type = wholes[0].device.type if wholes else "cpu"
+        steps, dtype = optim.muon_num_ns_steps, _DTYPES[optim.orthogonalization_dtype(device_type)]
         parts = [list(matrix.matrices(whole)) for matrix, whole in zip(matrices, wholes, strict=True)]
         by_shape: dict[torch.Size, list[tuple[int, int]]] = defaultdict(list)
         for number, each in enumerate(parts):

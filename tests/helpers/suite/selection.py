@@ -1,17 +1,21 @@
 """Selection of tests: the core with samples (`--core`), what the core leaves out (`--rest`), what a change affects.
 
 A test marked `full` runs without `--core` only. Of a test marked `sampled(n)`, the core runs each nth case, beginning
-with the first; cases marked `campaign` do not count. Plain `pytest PATH` runs everything it is given.
+with the first; cases marked `campaign` do not count. Tests with the fixture `compiled` are not in the core either:
+compiling csrc takes most of a minute. Plain `pytest PATH` runs everything it is given.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.suite.dependencies import ROOT, affected, changed_since
+
+_COMPILED = "compiled"  # the fixture with the library of csrc
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -43,7 +47,7 @@ def core_of(items: list[pytest.Item]) -> set[int]:
     core: set[int] = set()
     cases: Counter[str] = Counter()
     for item in items:
-        if item.get_closest_marker("full") or item.get_closest_marker("campaign"):
+        if item.get_closest_marker("full") or item.get_closest_marker("campaign") or _COMPILED in _fixtures(item):
             continue
         if marker := item.get_closest_marker("sampled"):
             function = item.nodeid.partition("[")[0]
@@ -52,6 +56,10 @@ def core_of(items: list[pytest.Item]) -> set[int]:
                 continue
         core.add(id(item))
     return core
+
+
+def _fixtures(item: pytest.Item) -> Sequence[str]:
+    return getattr(item, "fixturenames", ())
 
 
 def _file(item: pytest.Item) -> str:

@@ -77,6 +77,7 @@ def driven(rank: int, tp: int, pp: int) -> dict[str, Any]:
     return tokens
 
 
+@pytest.mark.full
 def test_rank_0_drives_and_waiting_ranks_sleep() -> None:
     (tokens, *followers) = run_ranks(driven, 2, 1, 2)
     loaded = load(ARCHITECTURES["llama"])

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.engine.gradients import gradient_sum, main_gradients
+from megatron.engine.gradients import direct_gradients, main_gradients
 from megatron.parallel.joining import open_mesh
 from megatron.parallel.tensor import weight_gradients
 from megatron.train.start_up import engine_opening
@@ -154,7 +154,7 @@ def course(name: str, case: Case, micro_batches: int, folder: Path, is_fused: bo
         assert refusal_of_fusion(config, engine) == reason_of(name, micro_batches)
         added = [
             stack.enter_context(mock.patch.object(room, "add_product_", wraps=room.add_product_))
-            for room in (main_gradients, gradient_sum)
+            for room in (main_gradients, direct_gradients)
         ]
         curve = []
         for step in range(recipe.steps):

@@ -64,6 +64,7 @@ def test_two_ranks_give_the_same_bytes_and_one_description(folder: Path) -> None
     assert not list((folder / "scratch").iterdir())
 
 
+@pytest.mark.full
 def test_upstreams_flags_of_the_ranks_tool(folder: Path) -> None:
     """Every flag that upstream's tool has, on two ranks: the first 50 documents of a shuffled split."""
     pytest.importorskip("datasets", reason="the datasets package is not installed")

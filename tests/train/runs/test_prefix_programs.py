@@ -23,6 +23,8 @@ from megatron.errors import MegatronError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import TinyCorpus, losses, steps, write_tiny_corpus
 
+pytestmark = pytest.mark.full
+
 PROGRAMS = {
     "gpt": pretrain_gpt.main,
     "prefix": pretrain_prefix_lm.main,

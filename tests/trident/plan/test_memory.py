@@ -63,7 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.full
 @pytest.mark.parametrize(("flags", "world_size", "rank"), CASES.values(), ids=CASES)
 def test_closed_form_is_within_ten_percent(flags: tuple[str, ...], world_size: int, rank: int) -> None:
     words = flags if "--no-bf16" in flags else ("--bf16", *flags)
