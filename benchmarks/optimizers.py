@@ -36,9 +36,7 @@ Course = Mapping[int, float]  # validation loss after a step
 class OptimizerFlags(ConfigSection):
     """Flags of this program."""
 
-    optimizers: tuple[str, ...] = flag(
-        ("adam", "muon", "schedule-free"), "values of --optimizer, each with further flags", nargs="+"
-    )
+    optimizers: tuple[str, ...] = flag(("adam", "muon", "schedule-free"), "optimizers, with flags", nargs="+")
     rates: tuple[float, ...] = flag((0.003, 0.01, 0.03), "learning rates to choose from", nargs="+", above=0)
     seeds: tuple[int, ...] = flag((1, 2, 3), "seeds of the weights", nargs="+", at_least=1)
     steps: int = flag(240, "steps of a run", at_least=8)

@@ -1,5 +1,4 @@
 """Buckets: ranges of parameters that data-parallel ranks divide, and exchange in one message while passes run.
 
-`parameter_groups` divides parameters into buckets, `BucketQueue` orders their messages, `Averaging` and `WeightGathers`
-send them.
+`parameter_groups` makes buckets, `BucketQueue` orders their messages, `Averaging` and `WeightGathers` send them.
 """
