@@ -174,6 +174,7 @@ def test_graphs_train_as_the_same_steps_without(case: str, results: dict[str, tu
     assert graphed.refusal == "there is no GPU"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, *CASES_OF_TWO])
 def test_no_node_of_autograd_outlives_the_stream_it_was_made_on(
     case: str, results: dict[str, tuple[Course, Course]]

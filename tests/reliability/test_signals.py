@@ -91,6 +91,7 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux's /proc to see the ranks")
 def test_ranks_of_a_killed_launcher_end_and_the_run_resumes(corpus: TinyCorpus, tmp_path: Path) -> None:
     layout = {"tensor_model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0, "train_iters": 4000}

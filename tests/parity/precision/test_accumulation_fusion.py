@@ -192,6 +192,7 @@ def test_training_is_the_same(name: str, results: Callable[[str], list[tuple[Cou
             assert found[1] == pytest.approx(expected[1], rel=ratios[1], abs=0)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_stands_in_the_way(reason: str, results: Callable[[str], list[tuple[Course, Course]]]) -> None:
     [(fused, apart)] = results(reason)

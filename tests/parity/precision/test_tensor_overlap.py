@@ -57,6 +57,7 @@ def train_all(rank: int) -> dict[str, list[Run]]:
     return {name: [train(layout, [*flags, *other]) for other in others] for name, (layout, flags) in CASES.items()}
 
 
+@pytest.mark.full
 def test_losses_and_messages_are_the_same_without_overlap() -> None:
     for rank, runs in enumerate(run_ranks(train_all, 4)):
         for name, ((curve, sums), (blocking_curve, blocking_sums)) in runs.items():
