@@ -16,6 +16,7 @@ from torch import nn
 from megatron import log
 from megatron.config.files.deepspeed_file import offloaded_ratio
 from megatron.device import Stopwatch, as_local_rank
+from megatron.engine.buckets.bucket_queue import Buckets
 from megatron.engine.buckets.parameter_groups import NO_CHUNKS, parameter_groups
 from megatron.engine.deepspeed_internals.experts import EXPERT_GROUP, is_expert, optimizers_for_experts
 from megatron.engine.deepspeed_internals.parameters import mark_parameter
@@ -69,17 +70,21 @@ def initialize(
     freezing: FreezeSpec,
     tied: Sequence[nn.Parameter] = (),
     chunks: Mapping[int, int] = NO_CHUNKS,
+    buckets: Buckets | None = None,
 ) -> Any:
-    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied` and `chunks`."""
+    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied` and `chunks`, and
+    `Engine` for `buckets`.
+    """
+    buckets = buckets or buckets_of(settings, mesh.gradient.size)
     ratio = offloaded_ratio(settings["zero_optimization"])
     settings = without_ratio(settings)
     stage = settings["zero_optimization"]["stage"]
     # DeepSpeed counts samples over all ranks that average gradients, even if several of them share a sample.
     settings["train_batch_size"] = settings["train_batch_size"] // mesh.batch.size * mesh.gradient.size
     _warn_of_narrow_accumulation(settings, mesh)
-    if notice := averaging_notice(settings, mesh.gradient.size):
+    if notice := averaging_notice(settings, mesh.gradient.size, buckets):
         log.info(notice)
-    elements = buckets_of(settings, mesh.gradient.size).elements if stage in (1, 2) else None
+    elements = buckets.elements if stage in (1, 2) else None
     optimizer = build_optimizer(
         plan, module, mesh, freezing, tied, chunks, bucket_elements=elements, is_offloaded=_is_offloaded(settings)
     )
@@ -119,15 +124,16 @@ def _warn_of_narrow_accumulation(settings: Mapping[str, Any], mesh: ParallelMesh
         )
 
 
-def averaging_notice(settings: Mapping[str, Any], ranks: int) -> str | None:
+def averaging_notice(settings: Mapping[str, Any], ranks: int, buckets: Buckets) -> str | None:
     """A notice that gradients are averaged in half precision; None if they are not."""
     half = next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
     dtype, stage = settings.get("communication_data_type", half), settings["zero_optimization"]["stage"]
-    if dtype == "fp32" or stage < 2 or ranks == 1:
+    if dtype == "fp32" or stage < 2 or ranks == 1 or (stage == 2 and buckets.exchanged_dtype is not None):
         return None
+    flag = "--ddp-reduce-scatter-with-fp32-accumulation or " if stage == 2 else ""
     return (
         f"gradients: ZeRO stage {stage} averages each micro-batch over {ranks} ranks in {dtype}, with rounding errors "
-        '(docs/training.md); avoid them with "communication_data_type": "fp32" in a --deepspeed_config file'
+        f'(docs/training.md); avoid them with {flag}"communication_data_type": "fp32" in a --deepspeed_config file'
     )
 
 

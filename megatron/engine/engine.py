@@ -89,8 +89,8 @@ class Engine:
         self.passes = pipeline.passes(self.stack, self.chunks, mesh, self.zero_stage)
         self.module: nn.Module = self.passes.module
         tied_here, chunks = [weight for weight, _ in self.tied], self.chunks.numbers(self.stack)
-        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, tied_here, chunks)
         buckets = buckets or buckets_of(settings, mesh.gradient.size)
+        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, tied_here, chunks, buckets)
         self.view = view_of(
             self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad, buckets, self.module.parameters()
         )

@@ -11,6 +11,8 @@ from torch import nn
 
 Finish = Callable[[], None]
 
+MOST_IN_FLIGHT = 3  # for messages that have memory of their own
+
 
 class Buckets(NamedTuple):
     """Settings of the buckets in which data-parallel ranks exchange gradients and weights.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -51,10 +52,9 @@ class GradientOwner:
     def send_in_backward(self) -> None:
         """From now on, hooks send each bucket as soon as a backward pass has completed it; see `begin_last`."""
         if self._overlaps:
-            for parameter in self._trained:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            call_after_gradients(self._trained, self._on_gradient)
 
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._is_in_last and not self._sum.sends_each_pass:
             return
         if self._is_in_last.get(id(parameter)) and not self._sum.sends_each_pass:
@@ -63,7 +63,7 @@ class GradientOwner:
                 "second time after it had been sent. Use --no-overlap-grad-reduce."
             )
         self._is_in_last[id(parameter)] = True
-        self._sum.complete((parameter,))  # type: ignore[arg-type]
+        self._sum.complete((parameter,))
 
     def begin(self, passes: int) -> None:
         """Announces the number of backward passes of a step: with one, gradients need no accumulation."""
@@ -165,3 +165,18 @@ class GradientOwner:
         """All tensors with gradients, `.grad` included; some share memory."""
         yield from (*self._sum.parts, *self._sum.buffers)
         yield from (parameter.grad for parameter in self._trained if parameter.grad is not None)
+
+
+def call_after_gradients(parameters: Iterable[nn.Parameter], call: Callable[[nn.Parameter], None]) -> None:
+    """Calls a method with each parameter once a backward pass has computed its gradient, while the object exists.
+
+    Python cannot collect an object that hooks of its own parameters refer to.
+    """
+    method = weakref.WeakMethod(call)
+
+    def hook(parameter: torch.Tensor) -> None:
+        if (bound := method()) is not None:
+            bound(parameter)  # type: ignore[arg-type]
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(hook)

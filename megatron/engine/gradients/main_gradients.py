@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.engine.buckets.averaging import Averaging
-from megatron.engine.buckets.bucket_queue import BucketQueue, Finish
+from megatron.engine.buckets.bucket_queue import MOST_IN_FLIGHT, BucketQueue, Finish
 from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.engine.gradients.gradient_sum import FlatGradients
 from megatron.kernels import multi_tensor
@@ -55,7 +55,11 @@ class MainGradients(FlatGradients):
             size = group.length // axis.size
             parts.append(buffer.narrow(0, axis.rank * size, size))
         super().__init__(parts, groups, is_counted, averaging, order)
-        self._queue = BucketQueue(self._members, self._order, self._start, overlaps=overlaps)
+        sends_copies = averaging.exchanged_dtype is not None or any(
+            each.dtype is not averaging.dtype for each in buffers
+        )
+        in_flight = MOST_IN_FLIGHT if sends_copies else None
+        self._queue = BucketQueue(self._members, self._order, self._start, in_flight, overlaps=overlaps)
         is_wide = all(buffer.dtype is torch.float32 for buffer in buffers)
         self._implementation = implementation if is_wide else Implementation.TORCH
         self._buffers = list(buffers)

@@ -11,12 +11,10 @@ import torch
 from torch import nn
 
 from megatron.engine.buckets.averaging import Averaging
-from megatron.engine.buckets.bucket_queue import BucketQueue, Finish
+from megatron.engine.buckets.bucket_queue import MOST_IN_FLIGHT, BucketQueue, Finish
 from megatron.engine.buckets.flat_bucket import FlatBucket, FlatGroup
 from megatron.engine.gradients.gradient_sum import FlatGradients
 from megatron.kernels import multi_tensor
-
-_MOST_IN_FLIGHT = 3  # each has a buffer
 
 
 class _WholeSums(NamedTuple):
@@ -93,7 +91,7 @@ class PartitionGradients(FlatGradients):
     @cached_property
     def _queue(self) -> BucketQueue:  # type: ignore[override]
         members = [parameters for _, parameters, _ in self._buckets]
-        return BucketQueue(members, self._order, self._start, _MOST_IN_FLIGHT, overlaps=self._overlaps)
+        return BucketQueue(members, self._order, self._start, MOST_IN_FLIGHT, overlaps=self._overlaps)
 
     @cached_property
     def _bucket_of(self) -> dict[int, int]:

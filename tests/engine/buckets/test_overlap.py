@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,3 +119,25 @@ def test_most_gradients_are_sent_before_the_last_one_exists(
         if stage:
             assert ours.waiting[0] > 1 and ours.waiting == sorted(ours.waiting, reverse=True)
             assert set(plain.waiting) == {0}
+
+
+def trained_engine(stage: int, flags: list[str]) -> weakref.ref[Engine]:
+    """An engine that trained one step, without another reference to it."""
+    config = layout_config(RECIPE, (1, 1, 2), stage, flags)
+    engine = build_engine(config, open_mesh(config.parallel))
+    train(engine, config, 0, 1, RECIPE)
+    return weakref.ref(engine)
+
+
+def remaining(rank: int, cases: list[tuple[int, list[str]]]) -> list[tuple[int, list[str]]]:
+    """The cases whose engines are still in memory after the garbage was collected."""
+    engines = [trained_engine(*case) for case in cases]
+    gc.collect()
+    return [case for case, engine in zip(cases, engines, strict=True) if engine() is not None]
+
+
+def test_hooks_of_gradients_do_not_keep_an_engine_in_memory(tmp_path: Path) -> None:
+    settings = tmp_path / "deepspeed.json"
+    settings.write_text('{"bf16": {"immediate_grad_update": true}}')
+    cases = [(0, []), (1, BF16), (2, BF16), (1, [*BF16, "--deepspeed_config", str(settings)])]
+    assert run_ranks(remaining, 2, cases) == [[], []]

@@ -13,6 +13,7 @@ import torch
 
 from megatron.device import Stopwatch
 from megatron.engine import deepspeed_setup
+from megatron.engine.buckets.bucket_queue import Buckets
 from megatron.engine.deepspeed_setup import averaging_notice, timed_messages
 from megatron.engine.freezing import NOTHING_FROZEN
 from megatron.parallel.mesh import ParallelMesh
@@ -61,11 +62,12 @@ def test_messages_are_timed_in_the_block_and_everything_else_is_passed_on(monkey
 
 
 def test_averages_that_round_are_told() -> None:
-    def notice(stage: int, ranks: int = 8, **settings: Any) -> str | None:
-        return averaging_notice({"zero_optimization": {"stage": stage}, **settings}, ranks)
+    def notice(stage: int, ranks: int = 8, exchanged: torch.dtype | None = None, **settings: Any) -> str | None:
+        buckets = Buckets(1000, exchanged_dtype=exchanged)
+        return averaging_notice({"zero_optimization": {"stage": stage}, **settings}, ranks, buckets)
 
     bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
     assert notice(1, **bf16, communication_data_type="fp32") is notice(2) is notice(2, 1, **bf16) is None
-    assert notice(2, **bf16, communication_data_type="fp32") is None
+    assert notice(2, **bf16, communication_data_type="fp32") is notice(2, 8, torch.bfloat16, **bf16) is None
     assert "stage 2 averages each micro-batch over 8 ranks in bf16, with rounding errors" in str(notice(2, **bf16))
     assert "stage 3 averages each micro-batch over 2 ranks in fp16" in str(notice(3, 2, **fp16))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+from megatron.engine.buckets import averaging
 from megatron.engine.buckets.averaging import Averaging
+from megatron.engine.buckets.bucket_queue import MOST_IN_FLIGHT
 from megatron.engine.buckets.flat_bucket import FlatGroup
 from megatron.engine.gradients.main_gradients import MainGradients
 from megatron.parallel.mesh import Axis
+from megatron.parallel.messages import PendingMessage
 from tests.kernels.devices.adding_device import AddingDevice, adding_device
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,), (6,))
@@ -162,3 +166,39 @@ def test_gradients_are_copied_where_one_reads_their_sums(reason: str) -> None:
     own.main.reduce()
     assert not own.main.unflattened
     assert torch.equal(own.main.parts[1][:7], torch.cat([each.flatten() for each in gradients[3:]]).float())
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "dtype", "most"),
+    [
+        (None, torch.float32, 5),
+        (torch.bfloat16, torch.float32, MOST_IN_FLIGHT),
+        (None, torch.bfloat16, MOST_IN_FLIGHT),
+    ],
+)
+def test_few_copies_of_buckets_are_in_transit(
+    monkeypatch: pytest.MonkeyPatch, exchanged: torch.dtype | None, dtype: torch.dtype, most: int
+) -> None:
+    counts: list[int] = []
+    waiting: list[PendingMessage] = []
+    work: Any = SimpleNamespace(wait=lambda: None)
+
+    def start(tensor: torch.Tensor, axis: Axis) -> PendingMessage:
+        waiting[:] = [message for message in waiting if not message.is_over]
+        part = tensor if exchanged is not None else tensor.chunk(2)[0]
+        waiting.append(PendingMessage(part, work, axis))
+        counts.append(len(waiting))
+        return waiting[-1]
+
+    for name in ("start_exchange", "start_reduce_scatter_sum"):
+        monkeypatch.setattr(averaging, name, start)
+    parameters = [nn.Parameter(torch.zeros(4)) for _ in range(5)]
+    groups = [FlatGroup((parameter,), (0,), 4) for parameter in parameters]
+    how = averaging.Averaging(Axis("gradient", 0, 2, (0, 1)), dtype, exchanged_dtype=exchanged)
+    main = MainGradients([torch.ones(4) for _ in groups], groups, lambda _: True, how)
+    for parameter in reversed(parameters):
+        parameter.grad = torch.ones(4)
+        main.complete((parameter,))
+    main.reduce()
+    assert max(counts) == most and len(counts) == 5
+    assert all(torch.equal(part, torch.full((2,), 1.0 if exchanged else 0.5)) for part in main.parts)
