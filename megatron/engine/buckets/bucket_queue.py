@@ -11,7 +11,7 @@ from torch import nn
 
 Finish = Callable[[], None]
 
-MOST_IN_FLIGHT = 3  # for messages that have memory of their own
+MOST_IN_FLIGHT = 3  # of messages with separate memory
 
 
 class Buckets(NamedTuple):
