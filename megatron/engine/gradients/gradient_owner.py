@@ -170,7 +170,7 @@ class GradientOwner:
 def call_after_gradients(parameters: Iterable[nn.Parameter], call: Callable[[nn.Parameter], None]) -> None:
     """Calls a method with each parameter once a backward pass has computed its gradient, while the object exists.
 
-    Python cannot collect an object that hooks of its own parameters refer to.
+    Python cannot collect an object whose parameters have hooks that refer to it.
     """
     method = weakref.WeakMethod(call)
 
