@@ -35,7 +35,7 @@ def test_deepspeed_takes_the_gpu_that_this_process_took(monkeypatch: pytest.Monk
     mesh: Any = dataclasses.replace(ParallelMesh.single(), device=torch.device("cuda", 0))
     settings = {"zero_optimization": {"stage": 0}, "train_batch_size": 1}
     nothing: Any = None
-    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), NOTHING_FROZEN)
+    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), NOTHING_FROZEN, Buckets(1000))
     assert seen == [("0", "0")] and os.environ["LOCAL_RANK"] == "3"
 
 
