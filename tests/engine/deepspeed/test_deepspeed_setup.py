@@ -66,7 +66,8 @@ def test_averages_that_round_are_told() -> None:
         buckets = Buckets(1000, exchanged_dtype=exchanged)
         return averaging_notice({"zero_optimization": {"stage": stage}, **settings}, ranks, buckets)
 
-    bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+    bf16: Any = {"bf16": {"enabled": True}}
+    fp16: Any = {"fp16": {"enabled": True}}
     assert notice(1, **bf16, communication_data_type="fp32") is notice(2) is notice(2, 1, **bf16) is None
     assert notice(2, **bf16, communication_data_type="fp32") is notice(2, 8, torch.bfloat16, **bf16) is None
     assert "stage 2 averages each micro-batch over 8 ranks in bf16, with rounding errors" in str(notice(2, **bf16))
