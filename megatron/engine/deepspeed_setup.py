@@ -27,7 +27,7 @@ from megatron.engine.deepspeed_internals.set_up import (
     skip_optimizer_check,
     skip_shared_memory_build,
 )
-from megatron.engine.ds_config import buckets_of, without_ratio
+from megatron.engine.ds_config import without_ratio
 from megatron.engine.freezing import NOTHING_FROZEN, FreezeSpec, is_frozen
 from megatron.engine.grid import ModelParallelUnit
 from megatron.engine.optimizers.plan import OptimizerPlan
@@ -68,14 +68,11 @@ def initialize(
     mesh: ParallelMesh,
     module: nn.Module,
     freezing: FreezeSpec,
+    buckets: Buckets,
     tied: Sequence[nn.Parameter] = (),
     chunks: Mapping[int, int] = NO_CHUNKS,
-    buckets: Buckets | None = None,
 ) -> Any:
-    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied` and `chunks`, and
-    `Engine` for `buckets`.
-    """
-    buckets = buckets or buckets_of(settings, mesh.gradient.size)
+    """Wraps a module and its optimizer in a DeepSpeed engine; see `build_optimizer` for `tied` and `chunks`."""
     ratio = offloaded_ratio(settings["zero_optimization"])
     settings = without_ratio(settings)
     stage = settings["zero_optimization"]["stage"]

@@ -90,7 +90,7 @@ class Engine:
         self.module: nn.Module = self.passes.module
         tied_here, chunks = [weight for weight, _ in self.tied], self.chunks.numbers(self.stack)
         buckets = buckets or buckets_of(settings, mesh.gradient.size)
-        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, tied_here, chunks, buckets)
+        self.deepspeed = initialize(settings, plan, mesh, self.module, freezing, buckets, tied_here, chunks)
         self.view = view_of(
             self.deepspeed, self.zero_stage, mesh, plan.optim.clip_grad, buckets, self.module.parameters()
         )

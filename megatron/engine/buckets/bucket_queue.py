@@ -53,7 +53,7 @@ class BucketQueue:
     ) -> None:
         self._start_message, self._in_flight = start, in_flight if overlaps else 0
         self._sizes = [len(members) for members in buckets]
-        self._bucket_of = {id(each): number for number, members in enumerate(buckets) for each in members}
+        self.bucket_of = {id(each): number for number, members in enumerate(buckets) for each in members}
         first = [min(order[id(each)] for each in members) for members in buckets]
         self._order = sorted(range(len(buckets)), key=lambda number: -first[number])
         self._held: list[int] = []
@@ -62,7 +62,7 @@ class BucketQueue:
 
     def hold(self, parameters: Iterable[nn.Parameter]) -> None:
         """Starts the buckets of these parameters only in `finish`, last."""
-        held = {self._bucket_of[id(parameter)] for parameter in parameters}
+        held = {self.bucket_of[id(parameter)] for parameter in parameters}
         self._held += [number for number in self._order if number in held]
         self._order = [number for number in self._order if number not in held]
 
@@ -78,14 +78,14 @@ class BucketQueue:
 
     def is_sent(self, parameter: nn.Parameter) -> bool:
         """Returns True if the parameter's bucket has started."""
-        return self._bucket_of[id(parameter)] in self._started
+        return self.bucket_of[id(parameter)] in self._started
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Announces complete gradients, and starts the messages that can start; repeated parameters are ignored."""
         for parameter in parameters:
             if id(parameter) not in self._complete:
                 self._complete.add(id(parameter))
-                self._missing[self._bucket_of[id(parameter)]] -= 1
+                self._missing[self.bucket_of[id(parameter)]] -= 1
         while self._next < len(self._order) and not self._missing[self._order[self._next]]:
             self.start(self._order[self._next])
 

@@ -16,6 +16,7 @@ initializes and partitions the parameter groups, each of which is a bucket.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ from megatron.engine.deepspeed_internals.experts import is_expert
 from megatron.engine.deepspeed_internals.parameters import is_measured, whole_numel
 from megatron.engine.gradients.clipping import Clipping
 from megatron.engine.gradients.direct_gradients import DirectGradients
-from megatron.engine.gradients.gradient_owner import GradientOwner, call_after_gradients
+from megatron.engine.gradients.gradient_owner import GradientOwner
 from megatron.engine.gradients.gradient_stats import GradientStats
 from megatron.engine.gradients.gradient_sum import GradientSum
 from megatron.engine.gradients.main_gradients import MainGradients
@@ -239,15 +240,14 @@ class AccumulatedView(PartitionedView):
         is_alone = _is_alone(averaging)
         self._copies, self._updates_network = list(wrapper.bf16_partitioned_groups) if is_alone else [], is_alone
         if wrapper.immediate_grad_update:
-            call_after_gradients((each for group in groups for each in group.parameters), self._accumulate_one)
+            view = weakref.proxy(self)  # as in `send_in_backward`
+            for parameter in (parameter for group in groups for parameter in group.parameters):
+                parameter.register_post_accumulate_grad_hook(lambda each: view.accumulate([each]))
         # Hooks free each gradient before the next one is computed.
         takes_unflattened = is_alone and isinstance(self.optimizer, AdamW) and not self.takes_by_hooks
         how = (groups, is_measured, averaging, self._implementation, self._order)
         buffers, overlaps = wrapper.fp32_groups_gradients_flat, self._buckets.overlap
         return MainGradients(buffers, *how, takes_unflattened=takes_unflattened, overlaps=overlaps)
-
-    def _accumulate_one(self, parameter: nn.Parameter) -> None:
-        self.accumulate((parameter,))
 
 
 class SubGroupView(OptimizerView):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -51,8 +51,9 @@ class GradientOwner:
 
     def send_in_backward(self) -> None:
         """From now on, hooks send each bucket as soon as a backward pass has completed it; see `begin_last`."""
-        if self._overlaps:
-            call_after_gradients(self._trained, self._on_gradient)
+        owner = weakref.proxy(self)  # torch hides a hook's references from the garbage collector
+        for parameter in self._trained if self._overlaps else ():
+            parameter.register_post_accumulate_grad_hook(lambda each: owner._on_gradient(each))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         if id(parameter) not in self._is_in_last and not self._sum.sends_each_pass:
@@ -165,18 +166,3 @@ class GradientOwner:
         """All tensors with gradients, `.grad` included; some share memory."""
         yield from (*self._sum.parts, *self._sum.buffers)
         yield from (parameter.grad for parameter in self._trained if parameter.grad is not None)
-
-
-def call_after_gradients(parameters: Iterable[nn.Parameter], call: Callable[[nn.Parameter], None]) -> None:
-    """Calls a method with each parameter once a backward pass has computed its gradient, while the object exists.
-
-    Python cannot collect an object whose parameters have hooks that refer to it.
-    """
-    method = weakref.WeakMethod(call)
-
-    def hook(parameter: torch.Tensor) -> None:
-        if (bound := method()) is not None:
-            bound(parameter)  # type: ignore[arg-type]
-
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(hook)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -194,7 +194,8 @@ class FlatGradients(GradientSum):
     ) -> None:
         super().__init__(averaging)
         self._groups = groups
-        self._order = order or {id(each): number for number, each in enumerate(_parameters_of(groups))}
+        parameters = (parameter for group in groups for parameter in group.parameters)
+        self._order = order or {id(parameter): number for number, parameter in enumerate(parameters)}
         self.divided_over = averaging.axis if averaging.axis.size > 1 or averaging.experts is not None else None
         self._averagings = [averaging.of(group.parameters[0]) for group in groups]
         self._members = [group.parameters for group in groups]
@@ -225,7 +226,3 @@ class FlatGradients(GradientSum):
 
     def by_parameter(self) -> Sequence[tuple[nn.Parameter, torch.Tensor]]:
         return self._by_parameter
-
-
-def _parameters_of(groups: Iterable[FlatGroup]) -> Iterator[nn.Parameter]:
-    return (parameter for group in groups for parameter in group.parameters)

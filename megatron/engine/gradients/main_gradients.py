@@ -55,10 +55,8 @@ class MainGradients(FlatGradients):
             size = group.length // axis.size
             parts.append(buffer.narrow(0, axis.rank * size, size))
         super().__init__(parts, groups, is_counted, averaging, order)
-        sends_copies = averaging.exchanged_dtype is not None or any(
-            each.dtype is not averaging.dtype for each in buffers
-        )
-        in_flight = MOST_IN_FLIGHT if sends_copies else None
+        is_in_place = averaging.exchanged_dtype is None and averaging.dtype is buffers[0].dtype
+        in_flight = None if is_in_place else MOST_IN_FLIGHT
         self._queue = BucketQueue(self._members, self._order, self._start, in_flight, overlaps=overlaps)
         is_wide = all(buffer.dtype is torch.float32 for buffer in buffers)
         self._implementation = implementation if is_wide else Implementation.TORCH
@@ -136,10 +134,8 @@ class MainGradients(FlatGradients):
         members, buffer = self._members[number], self._buffers[number]
         self.add(members)
         self._call_before_reduce(members)
-        missing = [parameter for parameter in members if id(parameter) not in self._written]
-        if missing:
-            torch._foreach_zero_(self._views_of(missing))
-            self._written.update(map(id, missing))
+        for parameter in members:
+            self.of(parameter)  # zero if it has no gradient
         pending = self._averagings[number].start_local_part(buffer)
 
         def finish() -> None:

@@ -93,10 +93,6 @@ class PartitionGradients(FlatGradients):
         members = [parameters for _, parameters, _ in self._buckets]
         return BucketQueue(members, self._order, self._start, MOST_IN_FLIGHT, overlaps=self._overlaps)
 
-    @cached_property
-    def _bucket_of(self) -> dict[int, int]:
-        return {id(each): number for number, (_, members, _) in enumerate(self._buckets) for each in members}
-
     @torch.no_grad()
     def add(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sends the gradients of a backward pass that are not sent yet; collective over data-parallel ranks."""
@@ -109,7 +105,7 @@ class PartitionGradients(FlatGradients):
                 gradients.append(parameter.grad)
                 parameter.grad = None
             else:
-                unsent.add(self._bucket_of[id(parameter)])
+                unsent.add(self._queue.bucket_of[id(parameter)])
         multi_tensor.add_(sums, gradients)
         self._queue.reset()  # also sends a gradient that was completed after its bucket
         self._queue.start_all(unsent)

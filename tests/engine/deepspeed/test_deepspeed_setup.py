@@ -35,7 +35,7 @@ def test_deepspeed_takes_the_gpu_that_this_process_took(monkeypatch: pytest.Monk
     mesh: Any = dataclasses.replace(ParallelMesh.single(), device=torch.device("cuda", 0))
     settings = {"zero_optimization": {"stage": 0}, "train_batch_size": 1}
     nothing: Any = None
-    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), NOTHING_FROZEN)
+    deepspeed_setup.initialize(settings, nothing, mesh, torch.nn.Module(), NOTHING_FROZEN, Buckets(1000))
     assert seen == [("0", "0")] and os.environ["LOCAL_RANK"] == "3"
 
 
@@ -66,7 +66,8 @@ def test_averages_that_round_are_told() -> None:
         buckets = Buckets(1000, exchanged_dtype=exchanged)
         return averaging_notice({"zero_optimization": {"stage": stage}, **settings}, ranks, buckets)
 
-    bf16, fp16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}
+    bf16: Any = {"bf16": {"enabled": True}}
+    fp16: Any = {"fp16": {"enabled": True}}
     assert notice(1, **bf16, communication_data_type="fp32") is notice(2) is notice(2, 1, **bf16) is None
     assert notice(2, **bf16, communication_data_type="fp32") is notice(2, 8, torch.bfloat16, **bf16) is None
     assert "stage 2 averages each micro-batch over 8 ranks in bf16, with rounding errors" in str(notice(2, **bf16))
