@@ -54,7 +54,7 @@ def test_every_architecture_is_another_network(expected):
         assert apart[0] > 1.0e-4 or apart[1] > 1.0e-3
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "zero_stage", "extra"),
     [

@@ -99,6 +99,7 @@ def test_a_query_longer_than_the_network_is_refused(loaded: LoadedModel) -> None
         scorer.score([Query((1,) * (POSITIONS + 2), 1)])
 
 
+@pytest.mark.full
 def test_every_layout_gives_the_same_scores(checkpoints: Path, loaded: LoadedModel) -> None:
     first, *others = run_ranks(score_here, 4, str(checkpoints))
     assert all(other == first for other in others), "every rank has the same result"
