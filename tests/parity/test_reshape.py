@@ -104,7 +104,7 @@ def saved(tmp_path_factory):
     return make
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_and_moment_is_yielded_once(name, saved):
     _, _, covered = saved(name)

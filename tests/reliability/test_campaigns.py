@@ -29,7 +29,7 @@ FORKING = ("tool-kills", "hostile-checkpoints", "data-files", "settings", "manif
 ONLY_ON_LINUX = {"kills", "tool-kills", "soak", *FORKING}
 NEEDS = {"store-kills": ("s3fs", "moto.server"), "requests": ("starlette", "uvicorn")}
 # Whole runs that other tests show in one form or another.
-WITH_ALL = ("preemption", "store-kills", "soak")
+WITH_ALL = ("preemption", "store-kills", "soak", "hangs")
 Read = Callable[[Path, Path, Random], object]
 
 

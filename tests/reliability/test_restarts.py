@@ -102,6 +102,7 @@ def test_a_batch_of_nan_is_passed_over_after_three_ends(corpus: TinyCorpus, tmp_
     assert [(record["iteration"], record["passed_batches"]) for record in told] == [(5, 1), (5, 1)]
 
 
+@pytest.mark.full
 def test_a_run_that_is_killed_at_one_step_is_refused_in_the_end(corpus: TinyCorpus, tmp_path: Path) -> None:
     flags = corpus.flags(SYNCHRONOUS, folder=tmp_path, save_interval=4)
     for step in (6, None, 6, None, 6):

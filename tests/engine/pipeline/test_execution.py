@@ -188,6 +188,7 @@ def states(alone: Record) -> dict[tuple[Kind, int], int]:
     return sizes
 
 
+@pytest.mark.full
 def test_ranks_hold_what_is_simulated(by_rank: list[dict[str, tuple[Record, Record]]]) -> None:
     """At the peak, in bytes: what one micro-batch alone leaves in each chunk, times those that the simulation has."""
     for rank, found in enumerate(by_rank):

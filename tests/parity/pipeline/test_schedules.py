@@ -133,7 +133,7 @@ def test_four_stages_equal_one_process(alone: list[Curve], request: pytest.Fixtu
     check((1, 4, 1), ALL if is_campaign else FOUR_STAGES, alone[1], DEEP)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.full
 @pytest.mark.parametrize("switches", [[], SWITCHES["multi-token, tied"]], ids=["plain", "multi-token, tied"])
 def test_buckets_wait_for_gradients_that_are_put_off(switches: list[str], tmp_path: Path) -> None:
     """Of the tied weight, the last chunk has the embedding's gradient after one half and the head's after the other."""

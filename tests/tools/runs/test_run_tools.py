@@ -72,6 +72,7 @@ def test_a_plot_in_the_terminal_and_as_an_image(runs: tuple[Path, Path], tmp_pat
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
     words = ("--metric", "samples_per_second", "lr", "--x", "tokens", "--smooth", "0.5", "--names", "mine")
     done = run_tool("runs/plot_run.py", runs[0], *words)
@@ -87,6 +88,7 @@ def test_a_plot_of_another_metric(runs: tuple[Path, Path]) -> None:
     assert "has no step with a finite beauty" in done.stderr
 
 
+@pytest.mark.full
 def test_an_unsupported_image_is_rejected_before_plotting(runs: tuple[Path, Path], tmp_path: Path) -> None:
     done = run_tool("runs/plot_run.py", runs[0], "--output", tmp_path / "loss.xyz")
     assert done.returncode == 64 and done.stdout == ""

@@ -63,6 +63,7 @@ def test_mock_data_needs_no_files_and_resumes_in_another_layout(corpus: TinyCorp
     assert "test" in (tmp_path / "whole" / "run" / "log.txt").read_text()
 
 
+@pytest.mark.full
 def test_epochs_are_passes_over_the_rows_and_may_be_raised_at_a_resume(corpus: TinyCorpus, tmp_path: Path) -> None:
     """Of 60 rows, 48 train: in batches of 20, two passes take five steps, of which the last begins a third pass."""
     flags = {
