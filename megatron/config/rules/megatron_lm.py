@@ -8,9 +8,9 @@ from megatron.config.rules.rule import notice
 from megatron.config.run_sections import ReadFlags
 from megatron.config.sections.optimizers import LION, MUON
 
-# Flags that only Megatron-LM has; most of its commands have one of them.
+# Flags of Megatron-LM that others' commands do not set; most of its commands have one of them.
 ONLY_THERE = (
-    "use_mcore_models", "attention_backend", "ckpt_format", "overlap_param_gather",
+    "use_mcore_models", "attention_backend", "ckpt_format", "overlap_grad_reduce", "overlap_param_gather",
     "cross_entropy_loss_fusion", "log_throughput", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_router_dtype",
 )  # fmt: skip
 # Megatron-LM's defaults, in the order of their messages; docs/coming_from/megatron_lm.md explains all differences.
@@ -24,7 +24,8 @@ DEFAULTS_THERE: tuple[tuple[str, Any], ...] = (
 @notice
 def _other_defaults(run: ReadFlags) -> Iterator[str]:
     """Lists the defaults in use that differ from Megatron-LM's."""
-    sign = next((name for name in ONLY_THERE if f"legacy.{name}" in run.values), None)
+    given = {destination.partition(".")[2] for destination, value in run.values.items() if value is not False}
+    sign = next((name for name in ONLY_THERE if name in given), None)
     optimizer, uses_fp8 = run.optim.optimizer, run.precision.fp8_format is not None
     is_used = {"moe": run.model.num_experts > 1, "fp8": uses_fp8, optimizer: optimizer in (MUON, LION)}
     differing = []

@@ -17,8 +17,8 @@ from megatron.parallel.messages import PendingMessage, start_all_reduce_sum, sta
 class Averaging:
     """The mean over data-parallel ranks, with DeepSpeed's settings.
 
-    Gradients are divided before ranks sum them, so that they do not overflow in fp16; `gradient_predivide_factor`
-    splits the division.
+    Gradients in half precision are divided before ranks sum them, so that they do not overflow in fp16;
+    `gradient_predivide_factor` splits the division.
 
     Attributes:
         axis: the ranks that sum.

@@ -54,8 +54,7 @@ class BucketQueue:
         self._start_message, self._in_flight = start, in_flight if overlaps else 0
         self._sizes = [len(members) for members in buckets]
         self.bucket_of = {id(each): number for number, members in enumerate(buckets) for each in members}
-        first = [min(order[id(each)] for each in members) for members in buckets]
-        self._order = sorted(range(len(buckets)), key=lambda number: -first[number])
+        self._order = forward_order(buckets, order)[::-1]
         self._held: list[int] = []
         self._running: deque[tuple[int, Finish]] = deque()
         self.reset()
@@ -75,10 +74,6 @@ class BucketQueue:
 
     def has_started(self, bucket: int) -> bool:
         return bucket in self._started
-
-    def is_sent(self, parameter: nn.Parameter) -> bool:
-        """Returns True if the parameter's bucket has started."""
-        return self.bucket_of[id(parameter)] in self._started
 
     def complete(self, parameters: Iterable[nn.Parameter]) -> None:
         """Announces complete gradients, and starts the messages that can start; repeated parameters are ignored."""
@@ -121,6 +116,12 @@ class BucketQueue:
     @property
     def _is_full(self) -> bool:
         return self._in_flight is not None and len(self._running) >= max(1, self._in_flight)
+
+
+def forward_order(buckets: Sequence[Sequence[nn.Parameter]], order: Mapping[int, int]) -> list[int]:
+    """The indices of buckets, sorted by their first parameter in the network; see `BucketQueue` for `order`."""
+    first = [min(order[id(each)] for each in members) for members in buckets]
+    return sorted(range(len(buckets)), key=first.__getitem__)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], elements: int) -> Iterator[list[nn.Parameter]]:

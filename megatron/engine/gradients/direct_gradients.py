@@ -59,7 +59,8 @@ class DirectGradients(GradientSum):
         """Does nothing unless `before_add` is set: autograd accumulates."""
         if self.before_add is None:
             return
-        ready = [each for each in parameters if each.grad is not None and not self._queue.is_sent(each)]
+        bucket_of, has_started = self._queue.bucket_of, self._queue.has_started
+        ready = [each for each in parameters if each.grad is not None and not has_started(bucket_of[id(each)])]
         self.before_add(ready)
         for parameter in ready:
             if id(parameter) in self._accumulated:

@@ -56,14 +56,15 @@ class GradientOwner:
             parameter.register_post_accumulate_grad_hook(lambda each: owner._on_gradient(each))
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        if id(parameter) not in self._is_in_last and not self._sum.sends_each_pass:
-            return
-        if self._is_in_last.get(id(parameter)) and not self._sum.sends_each_pass:
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {list(parameter.shape)} was computed twice in a pass, the "
-                "second time after it had been sent. Use --no-overlap-grad-reduce."
-            )
-        self._is_in_last[id(parameter)] = True
+        if not self._sum.sends_each_pass:
+            if (was_sent := self._is_in_last.get(id(parameter))) is None:
+                return
+            if was_sent:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {list(parameter.shape)} was computed twice in a pass, the "
+                    "second time after it had been sent. Use --no-overlap-grad-reduce."
+                )
+            self._is_in_last[id(parameter)] = True
         self._sum.complete((parameter,))
 
     def begin(self, passes: int) -> None:

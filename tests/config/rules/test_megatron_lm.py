@@ -62,4 +62,5 @@ def test_the_defaults_of_the_notice_are_those_of_the_list() -> None:
 def test_the_signs_of_megatron_lm_are_flags_of_no_fork() -> None:
     forks = (DEFAULTS.parent / "upstream_flags.txt").read_text().split()
     names = {entry.flag.field: entry.flag.positive_name for entry in legacy_flags().values()}
+    names |= {place.partition(".")[2]: flag.positive_name for place, flag in field_flags().items()}
     assert forks and not {names[field] for field in ONLY_THERE}.intersection(forks)
