@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the project with its test extra (once; later runs reuse it) and runs its tests on up to 8 cores.
 #
-#   bash tests/run.sh                    the core of the suite and samples of the rest: 9 minutes on two idle cores
+#   bash tests/run.sh                    the core of the suite and samples of the rest: 10 minutes on two idle cores
 #   bash tests/run.sh --changed [REF]    every test that depends on a file changed since REF (origin/main)
 #   bash tests/run.sh --all              everything; with --cases 401 also what is marked campaign
 #   bash tests/run.sh -k parity          further arguments go to pytest
